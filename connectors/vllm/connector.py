@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
 from kvstore.client.client import Client
+from kvstore.config.clients import choose_blocks_per_object
 from kvstore.connectors.vllm.call_stack import is_part_of_several
 from kvstore.connectors.vllm.config import read_config
 from kvstore.connectors.vllm.groups import Groups
@@ -41,6 +42,8 @@ from kvstore.connectors.vllm.weights.weight_monitor import (
     identify,
 )
 from kvstore.connectors.vllm.worker.layout import (
+    PageSplit,
+    bytes_of_block,
     specs_of,
     split_of,
     wanted_layout,
@@ -96,7 +99,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._config.tp_shards, kv_cache_config,
             vllm_config.parallel_config.tensor_parallel_size, self._config.block_tokens,
         )  # fmt: skip
-        self._groups, hashes = _groups_of(vllm_config, kv_cache_config, self._split.block_tokens)
+        self._groups, hashes = _groups_of(
+            vllm_config, kv_cache_config, self._split, self._config.blocks_per_object
+        )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._adapters: LoraAdapters | None = None
@@ -172,7 +177,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return False, so that vLLM frees the request's blocks at once (blocks being saved have
         their own reference), and the parameters to return with the request."""
-        params = self._decisions.finished(request)
+        params = self._decisions.finished(request, block_ids)
         self._scheduler_side.finished(request.request_id)
         return False, params
 
@@ -403,12 +408,15 @@ def _on_worker(worker: Any, options: dict[str, Any], method: str, *arguments: An
 
 
 def _groups_of(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, object_tokens: int
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    split: PageSplit,
+    blocks_per_object: int,
 ) -> tuple[Groups, BlockHashes]:
     """Return the groups, and the hashes from which their keys are made.
 
     Args:
-        object_tokens: tokens per object of split blocks; 0: blocks are objects.
+        blocks_per_object: 0: chosen by the size of the pages.
 
     Raises:
         ConfigError: a model whose blocks cannot be stored by hash.
@@ -416,6 +424,7 @@ def _groups_of(
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, MambaSpec
 
+    object_tokens = split.block_tokens
     scheduler_block, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     if object_tokens and hashed % object_tokens:
         raise ConfigError(
@@ -446,6 +455,19 @@ def _groups_of(
             windows[group_id] = window
     if not sizes:
         raise ConfigError("this model has no KV cache whose blocks can be shared by hash")
+    is_plain = not (object_tokens or recurrent or windows)
+    is_plain &= {*sizes.values(), hashed} == {scheduler_block}
+    if not blocks_per_object:
+        stored = [kv_cache_config.kv_cache_groups[each] for each in sizes]
+        block_bytes = max(map(bytes_of_block, stored)) // split.each
+        blocks_per_object = choose_blocks_per_object(hashed, block_bytes) if is_plain else 1
+    if blocks_per_object > 1 and not is_plain:
+        raise ConfigError(
+            f"blocks_per_object={blocks_per_object}: objects of several blocks are for models with "
+            "full attention and one block size only, without block_tokens",
+            advice="Leave blocks_per_object out.",
+            key="blocks_per_object",
+        )
     groups = Groups(
         hash_block_tokens=object_tokens or hashed,
         scheduler_block_tokens=scheduler_block,
@@ -453,6 +475,7 @@ def _groups_of(
         recurrent=frozenset(recurrent),
         windows=windows,
         object_tokens=object_tokens,
+        blocks_per_object=blocks_per_object,
     )
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     return groups, block_hashes(groups.hash_block_tokens, hashed, algorithm)

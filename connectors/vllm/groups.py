@@ -7,6 +7,10 @@ end, which covers all tokens before it. All full blocks of attention groups are 
 With ``block_tokens`` a block is split into several objects, each equal to a block of an engine with
 smaller blocks. Objects are then counted like blocks, also those of a block that is not full.
 
+With ``blocks_per_object`` several consecutive blocks are one object, whose key is the hash at its
+end. The blocks after the last full object of a prompt are objects of their own. A load fills only
+the blocks that an engine lacks, of the first and the last object, too.
+
 A block of a *recurrent* group (Mamba, gated delta nets) is the layers' *state* after its last
 token. To continue a prefix of n tokens an engine needs only the state at n. vLLM keeps few states
 and offers each once, when a request reaches it.
@@ -48,6 +52,8 @@ class Groups:
     """Tokens of the window, by id of the window group."""
     object_tokens: int = 0
     """Tokens per object of split blocks; 0: blocks are objects."""
+    blocks_per_object: int = 1
+    """More than 1 only with chains whose blocks are hash blocks and scheduler blocks."""
 
     def __post_init__(self) -> None:
         for group, tokens in self.block_tokens.items():
@@ -55,26 +61,39 @@ class Groups:
             assert self.scheduler_block_tokens % tokens == 0, f"group {group}: {tokens}"
             assert not self.object_tokens or tokens % self.object_tokens == 0, f"group {group}"
         assert not (self.object_tokens and self.recurrent), "states are not cut"
+        if self.blocks_per_object > 1:
+            assert not self.object_tokens
+            assert not (self.recurrent | self.windows.keys())
+            sizes = {*self.block_tokens.values(), self.hash_block_tokens}
+            assert sizes == {self.scheduler_block_tokens}
 
     @cached_property
     def chains(self) -> dict[int, int]:
         """Tokens per object of the groups of which all blocks are saved: all but recurrent ones."""
-        sizes = self.block_tokens.items()
-        chains = {group: size for group, size in sizes if group not in self.recurrent}
-        return dict.fromkeys(chains, self.object_tokens) if self.object_tokens else chains
+        return {
+            group: self.tokens_of(group)
+            for group in self.block_tokens
+            if group not in self.recurrent
+        }
 
     def tokens_of(self, group: int) -> int:
-        """Return the tokens per object of any group."""
-        return self.object_tokens or self.block_tokens[group]
+        """Return the tokens per full object of any group."""
+        return self.object_tokens or self.block_tokens[group] * self.blocks_per_object
+
+    def tokens_each(self, run: Run) -> int:
+        """Return the tokens per object of a run."""
+        return self.object_tokens or self.block_tokens[run.group] * run.each
 
     def cuts(self, group: int) -> int:
-        """Return the objects per block."""
-        return self.block_tokens[group] // self.tokens_of(group)
+        """Return the objects per block, if blocks are split; otherwise 1."""
+        return max(1, self.block_tokens[group] // self.tokens_of(group))
 
     def places(self, run: Run) -> list[int]:
         """Return the numbers of a run's objects: with N objects per block, object i of block b has
         N * b + i. For blocks that are not split these are the numbers of the blocks."""
         cuts = self.cuts(run.group)
+        if cuts == 1:
+            return run.block_ids
         numbered = enumerate(run.block_ids, run.first)
         return [block * cuts + index % cuts for index, block in numbered]
 
@@ -82,6 +101,14 @@ class Groups:
         """Return the keys of a group's full objects, from the hashes of all hash blocks."""
         step = self.tokens_of(group) // self.hash_block_tokens
         return [bytes(hash_) for hash_ in hashes[step - 1 :: step]]
+
+    def chain_keys(self, group: int, hashes: Sequence[bytes], tokens: int) -> list[bytes]:
+        """Return the keys of the objects of the first ``tokens`` tokens: full ones, then blocks."""
+        keys = self.keys(group, hashes[: tokens // self.hash_block_tokens])
+        if self.blocks_per_object > 1:
+            rest = len(keys) * self.blocks_per_object
+            keys += [bytes(each) for each in hashes[rest : tokens // self.hash_block_tokens]]
+        return keys
 
     def state_keys(self, hashes: Sequence[bytes]) -> list[bytes]:
         """Return the keys of the states at which a hit may end, from the hashes of all hash
@@ -101,8 +128,10 @@ class Groups:
         Args:
             tokens: more than 0, as returned by ``complete_blocks``.
         """
-        known = hashes[: tokens // self.hash_block_tokens]
-        return {each: self.last_keys(each, self.keys(each, known)) for each in self.block_tokens}
+        return {
+            each: self.last_keys(each, self.chain_keys(each, hashes, tokens))
+            for each in self.block_tokens
+        }
 
     def aligned(self, tokens: int) -> int:
         """Round ``tokens`` down to complete scheduler blocks."""
@@ -120,7 +149,7 @@ class Groups:
     @property
     def usual_hash_tokens(self) -> int:
         """The hash block that vLLM chooses for such objects by default."""
-        return gcd(*map(self.tokens_of, self.block_tokens))
+        return gcd(*(self.object_tokens or size for size in self.block_tokens.values()))
 
     def runs(
         self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]],
@@ -152,6 +181,37 @@ class Groups:
                 parent = keys[start - 1] if start else None
                 yield Run(group, keys[start:stop], list(table[start:stop]), start, parent)
                 start = stop
+
+    def blocks_between(
+        self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]] | None,
+        start: int, end: int, found: int,
+    ) -> Iterator[Run]:  # fmt: skip
+        """Yield the objects with the blocks of the tokens from ``start`` to ``end``, where several
+        blocks are one object: full ones below ``found``, then single blocks.
+
+        Args:
+            hashes: the request's hashes.
+            block_ids: the request's block table, by group id; None: not needed.
+        """
+        each = self.blocks_per_object
+        for group, block in self.block_tokens.items():
+            keys = self.keys(group, hashes)
+            table = [] if block_ids is None else block_ids[group]
+            first, full = start // (block * each), found // (block * each)
+            stop = min(-(-end // (block * each)), full)
+            if first < stop:
+                numbers = range(first * each, stop * each) if table else ()
+                blocks = [
+                    table[number] if start <= number * block < end else NULL_BLOCK
+                    for number in numbers
+                ]
+                parent = keys[first - 1] if first else None
+                yield Run(group, keys[first:stop], blocks, first, parent, each)
+            first, stop = max(start // block, full * each), end // block
+            if first < stop:
+                single = [bytes(hash_) for hash_ in hashes[max(0, first - 1) : stop]]
+                parent = single.pop(0) if first else None
+                yield Run(group, single, list(table[first:stop]), first, parent)
 
     def states(
         self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]], tokens: int

@@ -23,17 +23,21 @@ from kvstore.limits import Namespace, of_tenant
 
 
 class Run(NamedTuple):
-    """Consecutive objects of one cache group in a request: blocks, or parts of split blocks."""
+    """Consecutive objects of one cache group in a request: blocks, several blocks each, or parts of
+    split blocks."""
 
     group: int
     keys: list[bytes]
     """Hash at the end of each object."""
     block_ids: list[int]
-    """The number of each object's block in the paged cache."""
+    """The number of each object's block in the paged cache; with several blocks an object, those of
+    the first object, then those of the second. ``NULL_BLOCK``: a block that is not loaded."""
     first: int
     """Index of the first object in its request."""
     parent: bytes | None
     """Hash at the end of the object before the first; None: the run starts the prompt."""
+    each: int = 1
+    """Blocks of each object."""
 
 
 class LoadCommand(NamedTuple):

@@ -292,6 +292,10 @@ def compare_descriptions(
         if blocks:
             gone_of_groups = {"block_tokens", "page_bytes"}
             ours, theirs = (_without(record, set(), gone_of_groups) for record in (ours, theirs))
+        if ranks or blocks:  # it follows from the sizes of blocks
+            ours, theirs = (
+                _without(record, {"blocks_per_object"}, ()) for record in (ours, theirs)
+            )
         cuts = [cut for cut in (ranks, blocks) if cut]
     return DescriptionDiff(differences(ours, theirs), cuts)
 
@@ -329,6 +333,8 @@ def _blocks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifferen
     larger = [name for name in names if name != str(number)]
     where = f"the one with blocks of {larger[0]}" if len(larger) == 1 else "both"
     setting = f'"block_tokens": {number} in {where}'
+    if any("blocks_per_object" in record for record in (ours, theirs)):
+        setting += ', "blocks_per_object": 1 in both'
     return SplitDifference("block size", names[0], names[1], setting, "--block-size")
 
 

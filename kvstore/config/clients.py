@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Final, Self
 
 from pydantic import Field, model_validator
 
@@ -131,6 +131,21 @@ class ClientConfig(StoreSettings):
         return self
 
 
+OBJECT_BYTES_MAX: Final = 3 << 20
+"""Of objects of several blocks, where their number is chosen. Not a power of two, as blocks often
+are: with the layers of a draft model the number stays the same."""
+
+OBJECT_TOKENS_MAX: Final = 64
+"""As ``OBJECT_BYTES_MAX``: prompts that share a beginning find it in whole objects, and longer ones
+are no fewer puts where prompts are short (docs/vllm.md)."""
+
+
+def choose_blocks_per_object(block_tokens: int, block_bytes: int) -> int:
+    """Return ``ConnectorConfig.blocks_per_object``, a power of two, for blocks of this size."""
+    count = min(OBJECT_TOKENS_MAX // block_tokens, OBJECT_BYTES_MAX // max(1, block_bytes))
+    return 1 << max(0, count.bit_length() - 1)
+
+
 class ConnectorConfig(StoreSettings):
     """Settings of the connector of an inference engine (vLLM: ``kv_connector_extra_config``)."""
 
@@ -190,6 +205,15 @@ class ConnectorConfig(StoreSettings):
         description="Tokens per stored object, under the keys of an engine with such blocks, so "
         "that engines of other block sizes can load them: a number that divides all their block "
         "sizes. 0: one object per block.",
+    )
+    blocks_per_object: Count = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="Consecutive blocks that are stored as one object, equal in all engines that "
+        "share: the master's work and memory fall by this factor. A prompt finds whole objects, "
+        "and the end of an earlier one by block. 0: objects of up to 64 tokens and 3 MiB; 1 with "
+        "recurrent layers, sliding windows or block_tokens.",
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from kvstore.config.clients import choose_blocks_per_object
 from kvstore.errors import InvalidArgumentError
 
 SHAPES: Final = {
@@ -142,7 +143,9 @@ def figures_of(shape: KVShape, load: Load) -> dict[str, float]:
     token = shape.bytes_per_token(load.ranks, load.element_bytes)
     objects = shape.groups * (1 if shape.latent else load.ranks)
     block = token * load.block_tokens
-    stored_block = objects * extent_bytes(-(-block // objects))
+    block_bytes = -(-block // objects)
+    each = choose_blocks_per_object(load.block_tokens, block_bytes) if shape.groups == 1 else 1
+    stored_block = objects * extent_bytes(block_bytes * each) / each
     tokens = load.engines * load.tokens_per_s
     new, found = tokens * (1 - load.hits), tokens * load.hits
     # Every rank reads the object of a latent cache.
@@ -151,11 +154,11 @@ def figures_of(shape: KVShape, load: Load) -> dict[str, float]:
     extents_s = new / load.block_tokens * stored_block * load.replicas
     memory = load.memory_bytes or extents_s * load.reuse_s * SPACE_FACTOR
     nodes = load.nodes or load.engines
-    puts_s = new / load.block_tokens * objects
-    reads_s = found / load.block_tokens * objects * readers
-    stored_objects = memory / stored_block * objects
+    puts_s = new / load.block_tokens * objects / each
+    reads_s = found / load.block_tokens * objects * readers / each
+    stored_objects = memory / stored_block * objects / each
     read_host = read_s / nodes
-    disk_objects = load.disk_bytes / stored_block * objects
+    disk_objects = load.disk_bytes / stored_block * objects / each
     disks = {
         "disk_bytes_per_node": load.disk_bytes / nodes,
         "disk_objects": disk_objects,
@@ -165,8 +168,9 @@ def figures_of(shape: KVShape, load: Load) -> dict[str, float]:
     return {
         "bytes_per_token": token,
         "bytes_per_block": block,
-        "bytes_per_object": -(-block // objects),
+        "bytes_per_object": block_bytes * each,
         "objects_per_block": objects,
+        "blocks_per_object": each,
         "stored_bytes_per_s": stored_s,
         "stored_bytes_per_day": stored_s * 86_400,
         "read_bytes_per_s": read_s,

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -60,9 +61,9 @@ class BlockEvents:
     def __init__(self, groups: Groups, *, wanted: bool) -> None:
         self.wanted = wanted
         self._groups = groups
-        self._sure: OrderedDict[Block, bytes] = OrderedDict()
-        """Reported blocks and vLLM's hash of each; the one with the oldest audit comes first."""
-        self._unsure: OrderedDict[Block, bytes] = OrderedDict()
+        self._sure: OrderedDict[Block, Sequence[bytes]] = OrderedDict()
+        """Reported objects and vLLM's hashes of their blocks; the oldest audit comes first."""
+        self._unsure: OrderedDict[Block, Sequence[bytes]] = OrderedDict()
         """As ``_sure``, for blocks that may have been removed since their audit; audited first."""
         self._events: list[KVCacheEvent] = []
         self._kept: OrderedDict[Block, tuple[int, Block | None, BlockStored]] = OrderedDict()
@@ -82,40 +83,40 @@ class BlockEvents:
         ids = request.all_token_ids
         tokens = {}
         for index, run in enumerate(runs):
-            size = self._groups.tokens_of(run.group)
+            size = self._groups.tokens_each(run)
             tokens[index] = list(ids[run.first * size : (run.first + len(run.keys)) * size])
         return tokens
 
     def stored(
         self, runs: Sequence[Run], tokens: dict[int, list[int]], lora: str | None,
-        plain: Mapping[bytes, bytes] = MappingProxyType({}),
+        plain: Mapping[bytes, Sequence[bytes]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Report blocks that every worker has stored.
 
-        ``plain``: vLLM's hash for each key that differs from it.
+        ``plain``: vLLM's hashes of the blocks of an object, by its key; without: the key.
         """
         if not self.wanted:
             return
         from vllm.distributed.kv_events import BlockStored
 
         for index, run in enumerate(runs):
-            hashes = [plain.get(key, key) for key in run.keys]
-            parent = None if run.parent is None else plain.get(run.parent, run.parent)
-            size, ids = self._groups.tokens_of(run.group), tokens.get(index, [])
+            hashes = [plain.get(key, (key,)) for key in run.keys]
+            parent = None if run.parent is None else plain.get(run.parent, (run.parent,))[-1]
+            size, ids = self._groups.tokens_each(run), tokens.get(index, [])
             event = partial(
-                BlockStored, block_size=size, lora_id=None, lora_name=lora, group_idx=run.group,
-                **SHARED_TIER,
+                BlockStored, block_size=size // run.each, lora_id=None, lora_name=lora,
+                group_idx=run.group, **SHARED_TIER,
             )  # fmt: skip
-            self._events.append(event(hashes, parent, ids))
+            self._events.append(event(list(chain.from_iterable(hashes)), parent, ids))
             above = None if run.parent is None else (run.group, run.parent)
-            for number, (key, block_hash) in enumerate(zip(run.keys, hashes, strict=True)):
+            for number, (key, of_object) in enumerate(zip(run.keys, hashes, strict=True)):
                 block = run.group, key
                 self._sure.pop(block, None)
-                self._unsure[block] = block_hash
-                one = event([block_hash], parent, ids[number * size : (number + 1) * size])
+                self._unsure[block] = of_object
+                one = event(list(of_object), parent, ids[number * size : (number + 1) * size])
                 self._kept.pop(block, None)
-                self._kept[block] = run.first + number, above, one
-                above, parent = block, block_hash
+                self._kept[block] = (run.first + number) * size, above, one
+                above, parent = block, of_object[-1]
         while len(self._kept) > REPEATED_MAX:
             self._kept.popitem(last=False)
         while len(self._sure) + len(self._unsure) > REPORTED_MAX:
@@ -166,7 +167,7 @@ class BlockEvents:
         by_group: dict[int, list[bytes]] = {}
         for group, key in blocks:
             if (block_hash := self._sure.pop((group, key), None)) is not None:
-                by_group.setdefault(group, []).append(block_hash)
+                by_group.setdefault(group, []).extend(block_hash)
         for group, keys in by_group.items():
             self._events.append(BlockRemoved(keys, group_idx=group, **SHARED_TIER))
 

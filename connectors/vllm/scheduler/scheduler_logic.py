@@ -53,6 +53,9 @@ PINNED_MAX: Final = 0.5
 """Maximum share of the engine's blocks that wait to be saved; further blocks wait for a later step.
 The engine computes with the other half."""
 
+EVICT_FIRST: Final = EnvelopeAction("replaced", HintAction.RELEASE)
+"""Of single blocks which a full object replaces; those that another chain shares stay."""
+
 REQUEST_PIN_MS_MAX: Final = 600_000
 """Maximum pin of a request (``pin_ms`` in kv_transfer_params): most agents return from a tool
 within ten minutes."""
@@ -89,7 +92,14 @@ class TrackedRequest:
 
     request: Request
     saved: dict[int, int] = field(default_factory=dict)
-    """By group with chains: objects before this index are in the store, or being saved."""
+    """By group with chains: full objects before this index are in the store, or being saved."""
+    tail_tokens: int = 0
+    """If objects have several blocks: tokens before the end of the single blocks after the last
+    full object that are in the store, or being saved."""
+    replaced: bytes = b""
+    """The last key of the single blocks that the full object being saved replaces."""
+    found_tokens: int = 0
+    """Tokens that the store had at the last lookup."""
     state_tokens: int = 0
     """Last position at which the store has, or will have, a state of each recurrent group."""
     external_tokens: int = 0
@@ -128,13 +138,15 @@ class BlocksBeingSaved:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     """Token ids by index of the run, for events."""
     lora: str | None = None
-    plain: dict[bytes, bytes] = field(default_factory=dict)
-    """vLLM's hash for each salted key, which differs from the hash; for events."""
+    plain: dict[bytes, Sequence[bytes]] = field(default_factory=dict)
+    """vLLM's hashes of the blocks of each object, by its key, where they differ; for events."""
     fingerprint: str = ""
     keep_ms: int = 0
     """Duration of the pin in the store; 0: none."""
     send_hints: Callable[[], object] | None = None
     """Sends the hints of the finished request, whose last save this is."""
+    replaced: bytes = b""
+    """As in ``TrackedRequest``."""
 
 
 class SchedulerLogic:
@@ -220,6 +232,7 @@ class SchedulerLogic:
         if there is None:
             return (None if useful else 0), False
         tracked.saved = {group: there // size for group, size in self._groups.chains.items()}
+        tracked.tail_tokens = tracked.found_tokens = there
         if self._events.wanted and there != tracked.state_tokens:
             self._report_found(tracked, hashes, there)
         tracked.state_tokens = there
@@ -246,8 +259,12 @@ class SchedulerLogic:
     def _report_found(self, tracked: TrackedRequest, hashes: Sequence[bytes], tokens: int) -> None:
         """Report the blocks of the first ``tokens`` tokens, which the store has, unless they are
         reported. Of windows it may have only the last one, so they are left out."""
-        request, salted, runs = tracked.request, tracked.salted, []
-        for group in self._groups.chains.keys() - self._groups.windows:
+        request, runs = tracked.request, list[Run]()
+        if self._groups.blocks_per_object > 1:
+            for run in self._groups.blocks_between(hashes, None, 0, tokens, tokens):
+                if not all(self._events.is_reported((run.group, key)) for key in run.keys):
+                    runs.append(run)
+        for group in self._chains_of_blocks():
             keys = self._groups.keys(group, hashes[: tokens // self._groups.hash_block_tokens])
             known = (self._events.is_reported((group, key)) for key in keys)
             first = next((index for index, is_known in enumerate(known) if not is_known), len(keys))
@@ -256,8 +273,27 @@ class SchedulerLogic:
                 runs.append(Run(group, keys[first:], [], first, parent))
         if runs:
             lora = request.lora_request.lora_name if request.lora_request else None
-            plain = dict(zip(salted.made, salted.source))
-            self._events.stored(runs, self._events.tokens_of(request, runs), lora, plain)
+            tokens_of, plain = self._events.tokens_of(request, runs), self._plain(tracked, runs)
+            self._events.stored(runs, tokens_of, lora, plain)
+
+    def _chains_of_blocks(self) -> Collection[int]:
+        """Return the groups whose blocks are objects, without those of windows."""
+        if self._groups.blocks_per_object > 1:
+            return ()
+        return self._groups.chains.keys() - self._groups.windows
+
+    def _plain(self, tracked: TrackedRequest, runs: Sequence[Run]) -> dict[bytes, Sequence[bytes]]:
+        """Return vLLM's hashes of the blocks of each object, by its key, where they differ."""
+        salted = tracked.salted
+        hashes = salted.source if tracked.request.lora_request else tracked.request.block_hashes
+        plain: dict[bytes, Sequence[bytes]] = {
+            key: (hash_,) for key, hash_ in zip(salted.made, salted.source)
+        }
+        for run in runs:
+            if run.each > 1:
+                for number, key in enumerate(run.keys, run.first):
+                    plain[key] = hashes[number * run.each : (number + 1) * run.each]
+        return plain
 
     def _hints_of(self, request: Request) -> list[EnvelopeAction]:
         """Return the actions of a request's hint envelope; a malformed one is counted."""
@@ -361,8 +397,12 @@ class SchedulerLogic:
         hashes = self._hashes(tracked)
         assert hashes is not None, "external tokens have keys"
         table, end = blocks.get_block_ids(), tracked.external_tokens
-        runs = [*self._groups.runs(hashes, table, first, end)]
-        runs += self._groups.states(hashes, table, end)
+        if self._groups.blocks_per_object > 1:
+            found = tracked.found_tokens
+            runs = [*self._groups.blocks_between(hashes, table, end - tokens, end, found)]
+        else:
+            runs = [*self._groups.runs(hashes, table, first, end)]
+            runs += self._groups.states(hashes, table, end)
         self._loads.append(LoadCommand(request.request_id, runs))
         self._loading.add(request.request_id)
         self.counters["loaded_requests"] += 1
@@ -432,12 +472,7 @@ class SchedulerLogic:
             return
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            if (
-                tracked is None
-                or tracked.is_stale
-                or tracked.failed_saves >= SAVES_MAX
-                or _params(tracked.request).get("no_store")
-            ):
+            if tracked is None or not self._may_save(tracked):
                 continue
             to_save = self._tokens_to_save(tracked.request, scheduled)
             offers = state.boundary_state_offloads.get(request_id, ())
@@ -449,10 +484,14 @@ class SchedulerLogic:
             if table is None or hashes is None:
                 continue
             runs = self._chains_to_save(tracked, hashes, table, to_save)
-            room = self._remaining_blocks() - sum(len(run.keys) for run in runs)
+            room = self._remaining_blocks() - sum(len(run.block_ids) for run in runs)
             runs += self._states_to_save(tracked, hashes, offers, to_save, room)
             if runs:
                 yield self._pin(tracked.request, runs)
+
+    def _may_save(self, tracked: TrackedRequest) -> bool:
+        is_wanted = not _params(tracked.request).get("no_store")
+        return is_wanted and not tracked.is_stale and tracked.failed_saves < SAVES_MAX
 
     def _chains_to_save(
         self,
@@ -469,11 +508,66 @@ class SchedulerLogic:
             self.counters["saves_refused"] += 1
             if not self._is_news(tracked, tokens):
                 return []
+        if self._groups.blocks_per_object > 1:
+            return self._blocks_to_save(tracked, hashes, table, tokens)
         runs = list(self._groups.runs(hashes, table, tracked.saved, tokens))
         if runs:
             for group, size in self._groups.chains.items():
                 tracked.saved[group] = max(tracked.saved.get(group, 0), tokens // size)
         return runs
+
+    def _blocks_to_save(
+        self, tracked: TrackedRequest, hashes: Sequence[bytes], table: Sequence[Sequence[int]],
+        tokens: int,
+    ) -> list[Run]:  # fmt: skip
+        """As ``_chains_to_save``, where objects have several blocks. The single blocks at the end
+        of the prompt are saved when it is computed, those of the answer with ``_save_end``."""
+        (size,) = set(self._groups.chains.values())
+        saved = min(tracked.saved.get(group, 0) for group in self._groups.chains) * size
+        end = tokens - tokens % size
+        runs = list(self._groups.blocks_between(hashes, table, saved, end, end))
+        if end > saved:
+            if saved < tracked.tail_tokens < end:
+                last = tracked.tail_tokens // self._groups.hash_block_tokens - 1
+                tracked.replaced = bytes(hashes[last])
+            tracked.saved = dict.fromkeys(self._groups.chains, end // size)
+        if tail := self._tail(tracked, tokens):
+            runs += self._single_blocks(tracked, hashes, table, tail, end)
+        return runs
+
+    def _single_blocks(
+        self, tracked: TrackedRequest, hashes: Sequence[bytes], table: Sequence[Sequence[int]],
+        tail: int, end: int,
+    ) -> list[Run]:  # fmt: skip
+        """Return the blocks of the tokens before ``tail`` that are not saved. The full objects
+        reach to ``end``."""
+        start, tracked.tail_tokens = max(end, tracked.tail_tokens), tail
+        return list(self._groups.blocks_between(hashes, table, start, tail, end))
+
+    def _save_end(self, tracked: TrackedRequest, table: Sequence[Sequence[int]]) -> None:
+        """Save the single blocks at the end of a finished request."""
+        if not (self._does_save and self._identity.fingerprint and self._may_save(tracked)):
+            return
+        (size,) = set(self._groups.chains.values())
+        end = min(tracked.saved.get(group, 0) for group in self._groups.chains) * size
+        tail = self._groups.aligned(self._tokens_to_save(tracked.request, 0))
+        count = (tail - max(end, tracked.tail_tokens)) // self._groups.scheduler_block_tokens
+        if not 0 < count <= self._remaining_blocks() or tail - end >= size:
+            return
+        if self._is_shared(tracked.request) and (hashes := self._hashes(tracked)) is not None:
+            runs = self._single_blocks(tracked, hashes, table, tail, end)
+            self._held.append(self._pin(tracked.request, runs))
+
+    def _tail(self, tracked: TrackedRequest, tokens: int) -> int:
+        """Return the tokens before the end of the single blocks to save now; 0: none. ``tokens``:
+        those whose blocks may be saved."""
+        if self._groups.blocks_per_object == 1:
+            return 0
+        (size,) = set(self._groups.chains.values())
+        tail = self._groups.aligned(min(tokens, tracked.request.num_prompt_tokens))
+        is_computed = tokens >= self._groups.aligned(tracked.request.num_prompt_tokens)
+        is_new = tail > max(tokens - tokens % size, tracked.tail_tokens)
+        return tail if is_computed and is_new else 0
 
     def _states_to_save(
         self, tracked: TrackedRequest, hashes: Sequence[bytes],
@@ -510,7 +604,8 @@ class SchedulerLogic:
         """Return whether a block of these tokens is not saved in some group. In most steps this is
         false for most requests."""
         sizes = self._groups.chains.items()
-        return any(tokens // size > tracked.saved.get(group, 0) for group, size in sizes)
+        is_news = any(tokens // size > tracked.saved.get(group, 0) for group, size in sizes)
+        return is_news or self._tail(tracked, tokens) > 0
 
     def _tokens_to_save(self, request: Request, scheduled: int) -> int:
         """Return the tokens whose blocks are full after this step. Only confirmed tokens have a
@@ -529,8 +624,10 @@ class SchedulerLogic:
             count = 0
             for group, size in self._groups.chains.items():
                 first, end = tracked.saved.get(group, 0), tokens // size
-                cuts = self._groups.cuts(group)
-                count += -(-end // cuts) - first // cuts if end > first else 0
+                cuts, each = self._groups.cuts(group), self._groups.blocks_per_object
+                count += (-(-end // cuts) - first // cuts) * each if end > first else 0
+                if each > 1:
+                    count += each
             return count
 
         if blocks(tokens) <= room:
@@ -563,10 +660,11 @@ class SchedulerLogic:
         pinned = BlocksBeingSaved(request.request_id, block_ids, self._workers, runs)
         pinned.fingerprint = self._identity.fingerprint
         pinned.keep_ms = self._keep_ms(request)
+        tracked = self._tracked[request.request_id]
+        pinned.replaced, tracked.replaced = tracked.replaced, b""
         if self._events.wanted:
             pinned.tokens = self._events.tokens_of(request, runs)
-            salted = self._tracked[request.request_id].salted
-            pinned.plain = dict(zip(salted.made, salted.source))
+            pinned.plain = self._plain(tracked, runs)
             pinned.lora = request.lora_request.lora_name if request.lora_request else None
         self._pinned[self._next_save] = pinned
         return SaveCommand(self._next_save, runs, _milliseconds(request, "ttl_ms", TTL_MS_MAX))
@@ -591,6 +689,9 @@ class SchedulerLogic:
                     last_keys = self._groups.last_keys
                     tips = {run.group: last_keys(run.group, run.keys) for run in pinned.runs}
                     self.keep(tips, pinned.keep_ms)
+                if pinned.replaced:
+                    tips = {group: [pinned.replaced] for group in self._groups.chains}
+                    self.hint([EVICT_FIRST], tips)
                 if pinned.send_hints is not None:
                     pinned.send_hints()
                 chains = [run for run in pinned.runs if run.group in self._groups.chains]
@@ -638,7 +739,9 @@ class SchedulerLogic:
             tracked.failed_saves += 1
             tracked.state_tokens = 0
             for run in pinned.runs:
-                if run.group in self._groups.chains:
+                if run.each < self._groups.blocks_per_object:
+                    tracked.tail_tokens = 0
+                elif run.group in self._groups.chains:
                     tracked.saved[run.group] = min(tracked.saved.get(run.group, 0), run.first)
 
     def _load_failed(self, request_id: str, good_tokens: int) -> None:
@@ -653,6 +756,7 @@ class SchedulerLogic:
         for group, size in self._groups.chains.items():  # missing blocks are saved again
             tracked.saved[group] = min(tracked.saved.get(group, 0), tracked.limit // size)
         tracked.state_tokens = min(tracked.state_tokens, tracked.limit)
+        tracked.tail_tokens = min(tracked.tail_tokens, tracked.limit)
         self._lookups.forget(request_id)
 
     def bind_block_pool(self, pool: BlockPool) -> None:
@@ -683,14 +787,17 @@ class SchedulerLogic:
         """
         return bool(self._pinned) and time.monotonic() - self._last_pinned < within_s
 
-    def finished(self, request: Request) -> dict[str, Any] | None:
-        """Return the parameters for the finished request, with the number of its tokens that the
-        store has, or will have, and the last key of their chain; None: no tokens. Pins those blocks
-        if the request asks for that, and sends its hints; both wait for blocks being saved."""
+    def finished(self, request: Request, table: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Save the end of a finished request, if objects have several blocks. Return its
+        parameters, with the number of its tokens that the store has, or will have, and the last key
+        of their chain; None: no tokens. Pins those blocks if the request asks for that, and sends
+        its hints; both wait for blocks being saved."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return None
         self._measure_prefill(request)
+        if self._groups.blocks_per_object > 1:
+            self._save_end(tracked, table)
         tokens = self._stored_tokens(tracked)
         keep_ms = self._keep_ms(request)
         hints = self._take_hints(tracked, at_arrival=False)
@@ -722,6 +829,9 @@ class SchedulerLogic:
         engine."""
         ends = [tracked.saved.get(each, 0) * size for each, size in self._groups.chains.items()]
         tokens = min([*ends, tracked.state_tokens] if self._groups.recurrent else ends)
+        (size, *_) = self._groups.chains.values()
+        if self._groups.blocks_per_object > 1 and tracked.tail_tokens // size * size == tokens:
+            tokens = tracked.tail_tokens
         return self._groups.complete_blocks(tokens)
 
     def on_fingerprint_changed(self) -> None:
@@ -768,7 +878,7 @@ class SchedulerLogic:
         self._lookups.clear()
         for tracked in self._tracked.values():
             tracked.saved = {}
-            tracked.state_tokens = tracked.external_tokens = 0
+            tracked.state_tokens = tracked.external_tokens = tracked.tail_tokens = 0
 
     def take_counters(self) -> dict[str, int]:
         counters, self.counters = self.counters, Counter()

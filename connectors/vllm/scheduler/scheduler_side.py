@@ -121,10 +121,11 @@ class SchedulerSide:
         described = fingerprint.describe(
             vllm_config, kv_cache_config, split=split,
             hash_tokens=0 if is_usual else groups.hash_block_tokens,
+            blocks_per_object=groups.blocks_per_object,
         )  # fmt: skip
         engine = FleetRecord(
             "vllm", fingerprint.models_of(vllm_config), "", (), described,
-            groups.shared_tokens,
+            groups.shared_tokens * groups.blocks_per_object,
         )  # fmt: skip
         self._identity = FingerprintTracker(
             self._client, self._core, engine, model_id=config.model_id, what="blocks",

@@ -70,7 +70,7 @@ PROCESSOR_FILES: Final = (
 
 def describe(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, split: PageSplit = NOT_SPLIT,
-    hash_tokens: int = 0,
+    hash_tokens: int = 0, blocks_per_object: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     """Return all settings on which the bytes and hashes of blocks depend, as plain JSON values.
 
@@ -104,6 +104,7 @@ def describe(
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "none_hash": none_hash(cache.prefix_caching_hash_algo),
         **({"hash_tokens": hash_tokens} if hash_tokens else {}),
+        **({"blocks_per_object": blocks_per_object} if blocks_per_object > 1 else {}),
         "speculative": speculation(vllm_config),
         **_media(model),
     }  # fmt: skip

@@ -90,6 +90,15 @@ def specs_of(group: Any) -> list[Any]:
     return list(spec.kv_cache_specs.values()) if many else [spec]
 
 
+def bytes_of_block(group: Any) -> int:
+    """Return the bytes of one block of a cache group: the pages of all its layers."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    spec = group.kv_cache_spec
+    is_sum = isinstance(spec, UniformTypeKVCacheSpecs)
+    return int(spec.page_size_bytes) * (1 if is_sum else len(group.layer_names))
+
+
 def window_of(group: Any) -> int:
     """Return the tokens of a cache group's window, which later tokens need; 0: it has none."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec

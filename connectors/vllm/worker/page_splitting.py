@@ -190,7 +190,10 @@ class SplitPages:
     def record_event(self) -> Mark:
         return self._mark()
 
-    def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> Sequence[Payload]:
+    def blocks(
+        self, group: int, block_ids: Sequence[int], after: Mark, each: int = 1
+    ) -> Sequence[Payload]:
+        assert each == 1, "blocks are split"
         found: dict[int, Payload] = {}
         for pages, mine, blocks in self._per_part(group, block_ids):
             found.update(zip(mine, pages.blocks(group, blocks, after), strict=True))

@@ -18,12 +18,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from kvstore.client.values import Payload
+from kvstore.connectors.vllm.groups import NULL_BLOCK
 from kvstore.connectors.vllm.worker.recurrent_states import is_state, shard_runs
 from kvstore.device.device import Device
 from kvstore.device.driver import Event, Numbers
@@ -49,9 +51,15 @@ class Pages(Protocol):
         the thread that computes. Does not wait."""
         ...
 
-    def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> Sequence[Payload]:
+    def blocks(
+        self, group: int, block_ids: Sequence[int], after: Mark, each: int = 1
+    ) -> Sequence[Payload]:
         """Return the memory of these blocks, to be read or filled after the event ``after``; of
-        split blocks: of these objects (``Groups.places``)."""
+        split blocks: of these objects (``Groups.places``).
+
+        Args:
+            each: blocks of one object. Of ``NULL_BLOCK`` among them the memory is a scratch buffer.
+        """
         ...
 
     def zero(self, group: int, block_ids: Sequence[int], after: Mark, deadline: float) -> None:
@@ -233,18 +241,27 @@ class CPUPages:
     def record_event(self) -> Mark:
         return None
 
-    def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> list[list[memoryview]]:
-        memory = self._memory
+    def blocks(
+        self, group: int, block_ids: Sequence[int], after: Mark, each: int = 1
+    ) -> list[list[memoryview]]:
+        memory, pages = self._memory, self._pages[group]
         last = max(block_ids, default=0)
-        for storage, offset, stride, length in self._pages[group]:
+        for storage, offset, stride, length in pages:
             assert offset + last * stride + length <= len(memory[storage]), f"block {last}"
-        return [
-            [
+
+        def of_block(block: int) -> list[memoryview]:
+            if each > 1 and block == NULL_BLOCK:
+                return [memoryview(bytearray(page.length)) for page in pages]
+            return [
                 memory[storage][offset + block * stride : offset + block * stride + length]
-                for storage, offset, stride, length in self._pages[group]
+                for storage, offset, stride, length in pages
             ]
-            for block in block_ids
-        ]
+
+        found = [of_block(block) for block in block_ids]
+        if each == 1:
+            return found
+        starts = range(0, len(found), each)
+        return [list(chain.from_iterable(found[start : start + each])) for start in starts]
 
     def zero(self, group: int, block_ids: Sequence[int], after: Mark, deadline: float) -> None:
         for pages in self.blocks(group, block_ids, after):
@@ -290,16 +307,29 @@ class CUDAPages:
     def record_event(self) -> Mark:
         return self._device.driver.record_event()
 
-    def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> list[DeviceMemory]:
+    def blocks(
+        self, group: int, block_ids: Sequence[int], after: Mark, each: int = 1
+    ) -> list[DeviceMemory]:
         assert after is not None, "the stream of this thread says nothing about the cache"
         firsts, strides, lengths, ends = self._tables[group]
         last = max(block_ids, default=0)
         assert (firsts + last * strides + lengths <= ends).all(), f"block {last}"
         numbers = np.array(block_ids, np.int64).reshape(-1, 1)
-        size, events = self.block_bytes[group], (after,)
+        size, events, storages = self.block_bytes[group], (after,), self._storages
+        places = firsts + numbers * strides
+        if each > 1:
+            unwanted = np.flatnonzero(numbers == NULL_BLOCK)
+            if len(unwanted):
+                device = storages[0].device
+                scratch = torch.empty(len(unwanted) * size, dtype=torch.uint8, device=device)
+                inside = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+                starts = scratch.data_ptr() + np.arange(len(unwanted)).reshape(-1, 1) * size
+                places[unwanted] = starts + inside
+                storages = [*storages, scratch]
+            places, lengths = places.reshape(-1, each * len(firsts)), np.tile(lengths, each)
         return [
-            DeviceMemory(self._device, addresses, lengths, events, self._storages, size)
-            for addresses in firsts + numbers * strides
+            DeviceMemory(self._device, addresses, lengths, events, storages, size * each)
+            for addresses in places
         ]
 
     def zero(self, group: int, block_ids: Sequence[int], after: Mark, deadline: float) -> None:

@@ -23,7 +23,7 @@ from kvstore.client.client import Client
 from kvstore.config import ClientConfig, ConnectorConfig
 from kvstore.config.clients import StoreSettings
 from kvstore.connectors.common.guarded_client import GuardedClient
-from kvstore.connectors.vllm.groups import Groups
+from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.messages import (
     LoadCommand,
     Run,
@@ -343,11 +343,12 @@ class WorkerSide:
             for piece in _pieces(run):
                 first = self._get(piece, order, deadline)
                 if first == len(piece.keys):
-                    blocks += len(piece.keys)
-                    size += len(piece.keys) * self._block_bytes(piece.group)
+                    blocks += len(piece.keys) * piece.each
+                    size += len(piece.keys) * piece.each * self._block_bytes(piece.group)
                     continue
-                bad.update(run.block_ids[piece.first - run.first + first :])
-                tokens = (piece.first + first) * self._groups.tokens_of(run.group)
+                bad.update(run.block_ids[(piece.first - run.first + first) * run.each :])
+                bad.discard(NULL_BLOCK)
+                tokens = (piece.first + first) * self._groups.tokens_each(run)
                 good_tokens = tokens if good_tokens is None else min(tokens, good_tokens)
                 break
         with self._lock:
@@ -374,13 +375,15 @@ class WorkerSide:
         return arrived
 
     def _get_drafts(self, piece: Run, order: _QueuedTransfer, deadline: float) -> None:
-        places = self._groups.places(piece)
+        places, each = self._groups.places(piece), piece.each
         for part, pages in self._drafts_of(piece, order):
-            sizes = self._fetch(piece, part, pages, order, deadline) or [None] * len(places)
+            sizes = self._fetch(piece, part, pages, order, deadline) or [None] * len(piece.keys)
             missing = [index for index, size in enumerate(sizes) if size is None]
-            if not missing:
+            where = [place for index in missing for place in places[index * each :][:each]]
+            if each > 1:
+                where = [place for place in where if place != NULL_BLOCK]
+            if not where:
                 continue
-            where = [places[index] for index in missing]
             try:
                 pages.zero(piece.group, where, order.after, time.monotonic() + ZERO_S)
             except Exception:  # the model's pages are loaded, whatever happens to these
@@ -396,7 +399,7 @@ class WorkerSide:
         def get() -> list[int | None]:
             return self._client.get_into(
                 piece.keys,
-                pages.blocks(piece.group, self._groups.places(piece), order.after),
+                pages.blocks(piece.group, self._groups.places(piece), order.after, piece.each),
                 namespace=self._namespace(order, piece, part),
                 timeout_ms=left_ms,
             )
@@ -429,8 +432,8 @@ class WorkerSide:
                 stored &= bool(has_all)
                 if has_all is None:
                     break
-                blocks += len(piece.keys)
-                size += len(piece.keys) * self._block_bytes(piece.group)
+                blocks += len(piece.keys) * piece.each
+                size += len(piece.keys) * piece.each * self._block_bytes(piece.group)
             if not stored:
                 break
         with self._lock:
@@ -462,7 +465,8 @@ class WorkerSide:
         left_ms = _remaining_ms(deadline)
 
         def put() -> list[PutOutcome]:
-            blocks = pages.blocks(piece.group, self._groups.places(piece), order.after)
+            places = self._groups.places(piece)
+            blocks = pages.blocks(piece.group, places, order.after, piece.each)
             name = self._namespace(order, piece, part)
             if piece.group in self._groups.windows:
                 return self._client.put_many(
@@ -502,14 +506,14 @@ def _remaining_ms(deadline: float) -> int:
 
 def _pieces(run: Run) -> list[Run]:
     """Split the run into runs of at most ``RUN_BLOCKS_MAX`` blocks."""
-    starts = range(0, len(run.keys), RUN_BLOCKS_MAX)
-    return [_slice(run, start, start + RUN_BLOCKS_MAX) for start in starts]
+    count = max(1, RUN_BLOCKS_MAX // run.each)
+    return [_slice(run, start, start + count) for start in range(0, len(run.keys), count)]
 
 
 def _slice(run: Run, start: int, stop: int) -> Run:
     parent = run.keys[start - 1] if start else run.parent
-    keys, blocks = run.keys[start:stop], run.block_ids[start:stop]
-    return Run(run.group, keys, blocks, run.first + start, parent)
+    keys, blocks = run.keys[start:stop], run.block_ids[start * run.each : stop * run.each]
+    return Run(run.group, keys, blocks, run.first + start, parent, run.each)
 
 
 def client_config(config: ConnectorConfig, timeout_ms: int, *, memory: int = 0) -> ClientConfig:

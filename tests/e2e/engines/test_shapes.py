@@ -39,14 +39,15 @@ class Pair(NamedTuple):
 def pair(
     request: pytest.FixtureRequest, preloaded: ForkServer, llama: Path, shared: Cluster
 ) -> Iterator[Pair]:
-    """Of one rank and of two; or of small blocks, without a setting, and of large ones."""
+    """Of one rank and of two, with two blocks in an object; or of small blocks and of large ones,
+    one in an object."""
     shards: dict[str, Any] = {"tp_shards": 2} if request.param == "ranks" else {}
-    cut = shards or {"block_tokens": SMALL}
+    single, cut = shards or {"blocks_per_object": 1}, shards or {"block_tokens": SMALL}
     more: dict[str, Any] = {"tensor_parallel_size": 2, "environ": THREADS} if shards else {}
     size = SMALL if shards else LARGE
     finds = (ENDS, ENDS if shards else WHOLE)
     parts = ["p0s0", "p0s1"] if shards else ["p0t0"]
-    mine, theirs = (transfer_config(shared.address, **each) for each in (shards, cut))
+    mine, theirs = (transfer_config(shared.address, **each) for each in (single, cut))
     with (
         Engine(preloaded, llama, mine, block_size=SMALL) as one,
         Engine(preloaded, llama, theirs, block_size=size, **more) as other,
@@ -102,7 +103,10 @@ def test_a_block_without_one_of_its_objects_is_none_and_is_stored_again(
     pair.other.generate([prompt(4, TOKENS)])
     pair.other.saved()
     space = spaces(client)[-1]
-    row = sorted(client.list_objects(namespace=space), key=lambda row: row.depth)[9]
+    rows = sorted(client.list_objects(namespace=space), key=lambda row: row.depth)
+    each = 1 if len(rows) * SMALL >= WHOLE else 2
+    row = rows[9 // each]
+    before = 9 // each * each * SMALL
     assert client.remove(row.key, namespace=space)
     assert pair.one.reset()
     [half] = pair.one.generate([prompt(4, TOKENS)], params={"no_store": True})
@@ -110,8 +114,8 @@ def test_a_block_without_one_of_its_objects_is_none_and_is_stored_again(
     [found] = pair.other.generate([prompt(4, TOKENS)])
     pair.other.saved()
     assert client.exists(row.key, namespace=space)
-    assert half.cached == 9 * SMALL
-    assert found.cached == (9 * SMALL if len(pair.parts) > 1 else 4 * LARGE)
+    assert half.cached == before
+    assert found.cached == (before if len(pair.parts) > 1 else 4 * LARGE)
     assert half.tokens == found.tokens == computed(pair.other, 4)
     assert pair.one.reset()
     [again] = pair.one.generate([prompt(4, TOKENS)])
@@ -123,3 +127,28 @@ def test_shards_that_do_not_fit_are_refused_by_name(
 ) -> None:
     with pytest.raises(AssertionError, match=r"2 heads of layer .* cannot be split into 3 shards"):
         engine(llama, transfer_config(store.address, tp_shards=3))
+
+
+def test_several_blocks_are_one_object(shared: Cluster, llama: Path, engine: StartEngine) -> None:
+    settings = transfer_config(shared.address, blocks_per_object=4)
+    writer, reader = (engine(llama, settings, block_size=SMALL) for _ in range(2))
+    whole = prompt(5, TOKENS)
+    [told] = writer.generate([whole])
+    writer.saved()
+    assert told.stored_tokens == ENDS
+    with Client(shared.address) as client:
+        stored = [len(list(client.list_objects(namespace=each))) for each in spaces(client)]
+    assert 4 + 3 in stored
+    right = computed(reader, 5)
+    [found] = reader.generate([whole], params=told.params)
+    assert (found.cached, found.tokens) == (ENDS, right)
+    # A part of the first object is here already, and of the last one needed.
+    assert reader.reset()
+    reader.generate([whole[: 2 * SMALL + 5]], params={"no_load": True, "no_store": True})
+    [found] = reader.generate([whole])
+    assert (found.cached, found.tokens) == (ENDS, right)
+    assert reader.reset()
+    shorter = whole[: 8 * SMALL]
+    [found] = reader.generate([shorter])
+    assert found.cached == 7 * SMALL
+    assert reader.metrics()["load_failures"] == 0

@@ -259,6 +259,10 @@ def test_another_cut_is_told_from_what_must_be_equal() -> None:
     [
         (of_blocks(32), of_blocks(48), '"block_tokens": 16 in both'),
         (of_blocks(32, 64), of_blocks(32, 32), '"block_tokens": 32 in the one with blocks of 32 a'),
+        (
+            {**ENGINE, "blocks_per_object": 4}, of_blocks(32),
+            '"block_tokens": 16 in the one with blocks of 32, "blocks_per_object": 1 in both',
+        ),
         (ENGINE, RANKS, '"tp_shards": 2 in both would let them share, if their weights'),
         (shards(2), {**RANKS, "tensor_parallel": 4}, '"tp_shards": 4 in both would let them sha'),
         (shards(4), shards(6), '"tp_shards": 12 in both would let them share)'),

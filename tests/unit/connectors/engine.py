@@ -30,6 +30,10 @@ CUT = Groups(
     hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 4, 1: 8}, object_tokens=4
 )
 """As ``HYBRID``, but the larger blocks are two objects each."""
+FOURS = Groups(
+    hash_block_tokens=4, scheduler_block_tokens=4, block_tokens={0: 4}, blocks_per_object=4
+)
+"""As ``PLAIN``, but four blocks are one object."""
 
 
 @dataclass(eq=False)
@@ -179,7 +183,8 @@ class Saving:
     def objects(self, groups: Groups) -> Iterator[tuple[int, bytes, int, int]]:
         """Group, key, block and place of each."""
         for run in self.save.runs:
-            for each in zip(run.keys, run.block_ids, groups.places(run), strict=True):
+            keys = [key for key in run.keys for _ in range(run.each)]
+            for each in zip(keys, run.block_ids, groups.places(run), strict=True):
                 yield run.group, *each
 
 
@@ -254,6 +259,8 @@ class Engine:
     def fill(self, request: Request, tokens: int) -> None:
         """The first ``tokens`` tokens are in their blocks now."""
         tables = self.tables[request.request_id].tables
+        if self.groups.blocks_per_object > 1:
+            return
         for group in self.groups.block_tokens:
             keys = self.groups.keys(group, request.block_hashes)
             cuts = self.groups.cuts(group)
@@ -277,7 +284,7 @@ class Engine:
         request.num_computed_tokens = 0
 
     def finish(self, request: Request) -> dict[str, Any] | None:
-        said = self.side.finished(request)
+        said = self.side.finished(request, list(self.tables[request.request_id].tables.values()))
         if said is not None and (tip := said.pop("tip", None)) is not None:
             end = said["stored_tokens"] // self.groups.hash_block_tokens
             assert tip == request.block_hashes[end - 1].hex()
@@ -341,7 +348,10 @@ class Engine:
     # --- checks -----------------------------------------------------------------------------------
 
     def check_content(self, saving: Saving) -> None:
-        """What is being saved is still where the workers read it."""
+        """What is being saved is still where the workers read it. With several blocks an object,
+        no block has a key of its own."""
+        if self.groups.blocks_per_object > 1:
+            return
         for group, key, _, place in saving.objects(self.groups):
             assert self.content.get((group, place)) == key
 

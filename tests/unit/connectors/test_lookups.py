@@ -25,6 +25,9 @@ from kvstore.errors import ClosedError, KVStoreError, MasterUnreachableError
 
 PLAIN = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16})
 HYBRID = Groups(hash_block_tokens=16, scheduler_block_tokens=32, block_tokens={0: 16, 1: 32})
+FOURS = Groups(
+    hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16}, blocks_per_object=4
+)
 DEADLINE_S = 1 / 64
 WRITERS_WAIT_S = 0.5
 LONG_S = 10.0
@@ -517,3 +520,11 @@ def test_a_thread_that_dies_by_a_bug_leaves_nobody_waiting(
     assert "lookup_thread_failed" in caplog.text
     assert answered(lookups, lookups.request("s", hashes(1))) == 0
     assert isinstance(lookups.run_on_thread(lambda: 7).exception(LONG_S), ClosedError)
+
+
+def test_single_blocks_are_looked_up_after_the_last_full_object(store: Store, start: Start) -> None:
+    store.answers = [[PrefixMatchResult(1, 0)], [PrefixMatchResult(2, 0)]]
+    lookups = start(FOURS)
+    asked = hashes(11)
+    assert answered(lookups, lookups.request("r", asked)) == 6 * 16
+    assert store.asked == [([b"h3", b"h7"], ["n0"]), (asked[4:7], ["n0"])]

@@ -524,7 +524,7 @@ def test_saves_wait_until_it_is_certain_with_which_weights_their_blocks_were_com
     engine.identity.is_verified = False
     assert engine.step({"r": 8}).saves == []
     assert engine.side.pinned_blocks == 2
-    promised = engine.side.finished(request)
+    promised = engine.side.finished(request, [*engine.tables["r"].tables.values()])
     assert promised is not None
     assert promised["stored_tokens"] == 8, "as it will be stored"
     engine.identity.is_verified = True
@@ -554,7 +554,7 @@ def test_saves_that_wait_are_dropped_when_blocks_have_to_be_free() -> None:
     engine.step({"r": 8})
     engine.side.drained(set())
     assert not engine.side.has_pinned
-    assert engine.side.finished(request) is None
+    assert engine.side.finished(request, [*engine.tables["r"].tables.values()]) is None
     engine.identity.is_verified = True
     assert saved(engine.step({"r": 5})) == {0: [0, 1, 2]}, "made again"
 

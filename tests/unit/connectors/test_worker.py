@@ -13,7 +13,7 @@ import torch
 import kvstore
 from kvstore.calls import PutOutcome
 from kvstore.config import ConnectorConfig
-from kvstore.connectors.vllm.groups import Groups
+from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.messages import (
     LoadCommand,
     Run,
@@ -70,11 +70,13 @@ class Held(CPUPages):
         self.asked = threading.Event()
         self.go_on = threading.Event()
 
-    def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> list[list[memoryview]]:
+    def blocks(
+        self, group: int, block_ids: Sequence[int], after: Mark, each: int = 1
+    ) -> list[list[memoryview]]:
         if self.group in (None, group):
             self.asked.set()
             assert self.go_on.wait(LONG_S)
-        return super().blocks(group, block_ids, after)
+        return super().blocks(group, block_ids, after, each)
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +256,23 @@ def test_what_a_failed_load_did_not_fill_is_the_models_and_the_draft_models_to_c
     name = namespace("f", 0, "p0t0.draft-1")
     assert store.exists_many([b"k0", b"k1"], namespace=name) == [True, True]
     store.clear(name)
+
+
+def test_several_blocks_are_one_object_of_which_a_part_is_loaded(
+    start: Start, store: kvstore.Client
+) -> None:
+    ours, theirs = Cache(1), Cache(2)
+    whole = Run(0, [b"k3"], [3, 1, 4, 9], 0, None, 4)
+    assert save(start(ours.pages), whole)
+    untouched = theirs.block(0, 12), theirs.block(0, NULL_BLOCK)
+    part = whole._replace(block_ids=[NULL_BLOCK, 10, 11, NULL_BLOCK])
+    reader = start(theirs.pages)
+    assert load(reader, part) == (None, set())
+    assert [theirs.block(0, each) for each in (10, 11)] == [ours.block(0, each) for each in (1, 4)]
+    assert (theirs.block(0, 12), theirs.block(0, NULL_BLOCK)) == untouched
+    missing = Run(0, [b"k3", b"k7"], [NULL_BLOCK, *range(10, 17)], 0, None, 4)
+    report, bad = load(reader, missing)
+    assert (report, bad) == (TransferReport(failed_loads={"r": 16}), {13, 14, 15, 16})
 
 
 def test_more_blocks_than_one_exchange_takes(start: Start, store: kvstore.Client) -> None:

@@ -27,11 +27,12 @@ def test_the_example_of_the_page() -> None:
     assert shown.exit_code == 0, shown.output
     figures = json.loads(shown.output)
     assert figures["bytes_per_block"] == 5 << 20
-    assert (figures["bytes_per_object"], figures["objects_per_block"]) == (640 << 10, 8)
+    assert (figures["bytes_per_object"], figures["objects_per_block"]) == (2_560 << 10, 8)
+    assert figures["blocks_per_object"] == 4
     expected = {
         "stored_bytes_per_s": 5.2e9, "read_bytes_per_s": 21e9, "memory_bytes": 10.6e12,
-        "memory_bytes_per_node": 664e9, "objects": 16.2e6, "master_memory_bytes": 5.3e9,
-        "puts_per_s": 8_000, "reads_per_s": 32_000, "master_core": 0.068,
+        "memory_bytes_per_node": 664e9, "objects": 4.05e6, "master_memory_bytes": 1.34e9,
+        "puts_per_s": 2_000, "reads_per_s": 8_000, "master_core": 0.019,
         "connections_per_node": 512, "network_bytes_per_s_per_node": 1.23e9,
         "node_host_cores": 0.83,
     }  # fmt: skip
@@ -41,8 +42,8 @@ def test_the_example_of_the_page() -> None:
     )
     assert with_disks["disk_reuse_s"] == pytest.approx(20_900, rel=0.02)
     assert with_disks["disk_writes_per_day"] == pytest.approx(4.13, rel=0.02)
-    assert with_disks["master_memory_bytes"] == pytest.approx(52.3e9, rel=0.02)
-    assert "9.67 TiB" in CliRunner().invoke(cli, ["size", *arguments]).output
+    assert with_disks["master_memory_bytes"] == pytest.approx(13.1e9, rel=0.02)
+    assert "9.66 TiB" in CliRunner().invoke(cli, ["size", *arguments]).output
     for memory, reuse_s in ((figures["memory_bytes"], 1_800), (2 * figures["memory_bytes"], 3_600)):
         load = Load(ranks=8, engines=16, memory_bytes=memory)
         assert figures_of(load_shape("llama-3-70b"), load)["reuse_s"] == pytest.approx(reuse_s)
