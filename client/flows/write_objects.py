@@ -277,9 +277,9 @@ def _finish(
     distinct_ids = dict.fromkeys(segment_ids)
     kind = ObjectWrites if items.device is None else DeviceWrites
     writes = {
-        segment_id: kind(segments[segment_id], options.namespace, deadline)
+        segment_id: kind(segment, options.namespace, deadline)
         for segment_id in distinct_ids
-        if segment_id in segments
+        if (segment := segments.get(segment_id)) is not None
     }
     rows = _rows(items, granted, parent, options.chain, grants)
     if len(distinct_ids) == 1:

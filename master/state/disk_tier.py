@@ -171,7 +171,7 @@ class DiskTier:
     def take(self, namespace: str, key: Key) -> list[StaleExtents]:
         """Drop the copy, if any, of an object that will be removed or replaced. The caller has the
         extent wiped."""
-        copy = self._index.get(namespace, key)
+        copy = self._index.get(namespace, key) if self._index.disks else None
         if copy is None:
             return []
         self._index.drop(copy)

@@ -508,12 +508,12 @@ class PutHandler:
         if record.writer == put.token:
             record.writer = 0
         missing_replicas = put.missing + len(put.extents) - len(extents)
-        version = Version(self._common.epoch, put.token)
+        version = self._common.epoch, put.token
         self._pool.store(record, extents, put.size, version, now_ms, missing_replicas)
         for segment, _ in extents:
             segment.node.stored_bytes += put.size
         if version <= self._common.tombstones.newest:  # an object was removed during the put
-            self._common.clear_tombstone(record, version)
+            self._common.clear_tombstone(record, Version(*version))
         if isinstance(put, PutGrant):
             self._pool.lifetimes.drop(record)  # the TTL of the replaced version
             if put.ttl_ms:

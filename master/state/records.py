@@ -36,8 +36,8 @@ RESERVE_BYTES_MAX = 64 << 20
 """A full segment keeps a 32nd of its memory free, at most so many bytes: evicted extents must be
 wiped before they are granted, and a put should not have to wait for that."""
 
-DISK_RESERVE_SHIFT = 3
-DISK_RESERVE_BYTES_MAX = 1 << 30
+ABOVE_DISK_RESERVE_SHIFT = 3
+ABOVE_DISK_RESERVE_BYTES_MAX = 1 << 30
 """The same for memory above a disk, to which objects are written before they are evicted."""
 
 NEVER_MS: Final = -(1 << 60)
@@ -109,7 +109,7 @@ class MountedSegment:
     def reserve_bytes(self) -> int:
         """Bytes to keep free once the segment is full."""
         if self.has_disk:
-            return min(self.capacity >> DISK_RESERVE_SHIFT, DISK_RESERVE_BYTES_MAX)
+            return min(self.capacity >> ABOVE_DISK_RESERVE_SHIFT, ABOVE_DISK_RESERVE_BYTES_MAX)
         return min(self.capacity >> RESERVE_SHIFT, RESERVE_BYTES_MAX)
 
     def extent_bytes(self, payload_size: int) -> int:
