@@ -100,11 +100,12 @@ class DensityLearner:
         """Count the first use of an object, which may have been evicted before, and its hint."""
         if not record.hits & _KNOWN:
             self.now_ms = max(self.now_ms, record.last_used_ms)
-            ghost = self._ghosts.pop(hash((record.namespace, record.key)), None)
-            if ghost is not None:
-                number, used_ms = ghost
-                self._again[number][_bin_of(record.last_used_ms - used_ms)] += 1.0
-                record.hits = min(HITS_MAX, number % USE_CLASSES + 1)
+            if self._ghosts:
+                ghost = self._ghosts.pop(hash((record.namespace, record.key)), None)
+                if ghost is not None:
+                    number, used_ms = ghost
+                    self._again[number][_bin_of(record.last_used_ms - used_ms)] += 1.0
+                    record.hits = min(HITS_MAX, number % USE_CLASSES + 1)
             record.hits = _KNOWN | record.hits & HITS_MAX
             self._count(record.hits & HITS_MAX)
         hint, counted = _hint_of(record), _class_of(record)
