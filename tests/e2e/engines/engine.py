@@ -159,6 +159,8 @@ class Engine:
         finally:
             timer.cancel()
             timer.join()
+        if not line:
+            self._reader.join(10)  # until the log ends, unless a child keeps it open
         assert line, "the engine has died, or did not answer in time:\n" + "".join(self.log[-60:])
         return json.loads(line)
 
