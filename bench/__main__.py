@@ -62,6 +62,8 @@ def main(
         if unknown := [text for text in named if text not in table.systems]:
             have = ", ".join(table.systems)
             raise click.BadParameter(f"{unknown[0]!r} is no system of {name}: {have}")
+        if len(named) < 2:
+            raise click.BadParameter("name two systems at least: the first one, and its peers")
         table = replace(table, systems={each: table.systems[each] for each in named})
     if reason := table.missing():
         raise click.ClickException(reason)
