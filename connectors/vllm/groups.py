@@ -147,6 +147,11 @@ class Groups:
         return self.object_tokens or self.scheduler_block_tokens
 
     @property
+    def full_tokens(self) -> int:
+        """Tokens of a full object of engines that do not split blocks."""
+        return self.shared_tokens * self.blocks_per_object
+
+    @property
     def usual_hash_tokens(self) -> int:
         """The hash block that vLLM chooses for such objects by default."""
         return gcd(*(self.object_tokens or size for size in self.block_tokens.values()))

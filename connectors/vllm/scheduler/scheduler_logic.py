@@ -522,7 +522,7 @@ class SchedulerLogic:
     ) -> list[Run]:  # fmt: skip
         """As ``_chains_to_save``, where objects have several blocks. The single blocks at the end
         of the prompt are saved when it is computed, those of the answer with ``_save_end``."""
-        (size,) = set(self._groups.chains.values())
+        size = self._groups.full_tokens
         saved = min(tracked.saved.get(group, 0) for group in self._groups.chains) * size
         end = tokens - tokens % size
         runs = list(self._groups.blocks_between(hashes, table, saved, end, end))
@@ -548,7 +548,7 @@ class SchedulerLogic:
         """Save the single blocks at the end of a finished request."""
         if not (self._does_save and self._identity.fingerprint and self._may_save(tracked)):
             return
-        (size,) = set(self._groups.chains.values())
+        size = self._groups.full_tokens
         end = min(tracked.saved.get(group, 0) for group in self._groups.chains) * size
         tail = self._groups.aligned(self._tokens_to_save(tracked.request, 0))
         count = (tail - max(end, tracked.tail_tokens)) // self._groups.scheduler_block_tokens
@@ -563,7 +563,7 @@ class SchedulerLogic:
         those whose blocks may be saved."""
         if self._groups.blocks_per_object == 1:
             return 0
-        (size,) = set(self._groups.chains.values())
+        size = self._groups.full_tokens
         tail = self._groups.aligned(min(tokens, tracked.request.num_prompt_tokens))
         is_computed = tokens >= self._groups.aligned(tracked.request.num_prompt_tokens)
         is_new = tail > max(tokens - tokens % size, tracked.tail_tokens)
@@ -829,7 +829,7 @@ class SchedulerLogic:
         engine."""
         ends = [tracked.saved.get(each, 0) * size for each, size in self._groups.chains.items()]
         tokens = min([*ends, tracked.state_tokens] if self._groups.recurrent else ends)
-        (size, *_) = self._groups.chains.values()
+        size = self._groups.full_tokens
         if self._groups.blocks_per_object > 1 and tracked.tail_tokens // size * size == tokens:
             tokens = tracked.tail_tokens
         return self._groups.complete_blocks(tokens)

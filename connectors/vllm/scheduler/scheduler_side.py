@@ -125,7 +125,7 @@ class SchedulerSide:
         )  # fmt: skip
         engine = FleetRecord(
             "vllm", fingerprint.models_of(vllm_config), "", (), described,
-            groups.shared_tokens * groups.blocks_per_object,
+            groups.full_tokens,
         )  # fmt: skip
         self._identity = FingerprintTracker(
             self._client, self._core, engine, model_id=config.model_id, what="blocks",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore.config import ConnectorConfig
 from kvstore.config.clients import choose_blocks_per_object
-from kvstore.connectors.vllm.groups import NULL_BLOCK
+from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.messages import LoadCommand, Run
 from kvstore.connectors.vllm.scheduler.scheduler_logic import EVICT_FIRST
 from tests.unit.connectors.engine import FOURS, Engine
@@ -106,6 +106,16 @@ def test_a_prompt_that_ends_within_an_object_loads_its_beginning() -> None:
     table, hashes = engine.tables["r"].tables[0], request.block_hashes
     (load,) = engine.step().loads
     assert load.runs == [Run(0, [hashes[3], hashes[7]], [*table[:7], NULL_BLOCK], 0, None, 4)]
+
+
+def test_a_model_of_recurrent_layers_alone_has_no_full_objects() -> None:
+    states = Groups(
+        hash_block_tokens=4, scheduler_block_tokens=4, block_tokens={0: 4}, recurrent=frozenset({0})
+    )
+    engine = Engine(states)
+    request = engine.add("r", 9)
+    engine.step({"r": 9})
+    assert engine.finish(request) is None
 
 
 def test_what_failed_is_saved_again() -> None:
