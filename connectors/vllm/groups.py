@@ -25,9 +25,10 @@ and each window group has the last window before n.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from math import gcd
 
 from kvstore.connectors.vllm.messages import Run
@@ -156,73 +157,60 @@ class Groups:
         """The hash block that vLLM chooses for such objects by default."""
         return gcd(*(self.object_tokens or size for size in self.block_tokens.values()))
 
-    def runs(
-        self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]],
-        first: dict[int, int], tokens: int,
-    ) -> Iterator[Run]:  # fmt: skip
-        """Yield the chain objects of the first ``tokens`` tokens in contiguous runs, without null
-        blocks. Those of windows come first, so that they are stored where a chain is found.
-
-        Args:
-            hashes: the request's hashes.
-            block_ids: the request's block table, by group id.
-            first: index of the first requested object, by group id.
-        """
-        for group in sorted(self.chains, key=lambda group: group not in self.windows):
-            object_tokens = self.chains[group]
-            keys = self.keys(group, hashes[: tokens // self.hash_block_tokens])
-            table, cuts = block_ids[group], self.cuts(group)
-            if cuts > 1:
-                table = [block_id for block_id in table for _ in range(cuts)]
-            end = min(tokens // object_tokens, len(keys), len(table))
-            start = first.get(group, 0)
-            while start < end:
-                if table[start] == NULL_BLOCK:
-                    start += 1
-                    continue
-                stop = start
-                while stop < end and table[stop] != NULL_BLOCK:
-                    stop += 1
-                parent = keys[start - 1] if start else None
-                yield Run(group, keys[start:stop], list(table[start:stop]), start, parent)
-                start = stop
-
-    def blocks_between(
+    def objects(
         self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]] | None,
         start: int, end: int, found: int,
     ) -> Iterator[Run]:  # fmt: skip
-        """Yield the objects with the blocks of the tokens from ``start`` to ``end``, where several
-        blocks are one object: full ones below ``found``, then single blocks.
+        """Yield the chain objects with the blocks of the tokens from ``start`` to ``end``, of which
+        ``found`` are stored: full objects, then single blocks. Other args as for ``runs``."""
+        yield from self.runs(hashes, block_ids, dict.fromkeys(self.chains, start), end, found)
+        start = max(start, found - found % self.full_tokens)
+        yield from self.runs(hashes, block_ids, dict.fromkeys(self.chains, start), end, end, each=1)
+
+    def runs(
+        self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]] | None,
+        start: Mapping[int, int], end: int, found: int, *, each: int = 0,
+    ) -> Iterator[Run]:  # fmt: skip
+        """Yield the chain objects with blocks of the tokens from ``start`` to ``end`` in contiguous
+        runs. Other blocks of these objects are null, and objects of null blocks are left out.
+        Those of windows come first, so that they are stored where a chain is found.
 
         Args:
             hashes: the request's hashes.
             block_ids: the request's block table, by group id; None: not needed.
+            start: tokens, by group id.
+            found: all objects end within as many tokens.
+            each: blocks per object; 0: ``blocks_per_object``.
         """
-        each = self.blocks_per_object
-        for group, block in self.block_tokens.items():
-            keys = self.keys(group, hashes)
-            table = [] if block_ids is None else block_ids[group]
-            first, full = start // (block * each), found // (block * each)
-            stop = min(-(-end // (block * each)), full)
-            if first < stop:
-                numbers = range(first * each, stop * each) if table else ()
-                blocks = [
-                    table[number] if start <= number * block < end else NULL_BLOCK
-                    for number in numbers
-                ]
-                parent = keys[first - 1] if first else None
-                yield Run(group, keys[first:stop], blocks, first, parent, each)
-            first, stop = max(start // block, full * each), end // block
-            if first < stop:
-                single = [bytes(hash_) for hash_ in hashes[max(0, first - 1) : stop]]
-                parent = single.pop(0) if first else None
-                yield Run(group, single, list(table[first:stop]), first, parent)
+        each = each or self.blocks_per_object
+        for group in sorted(self.chains, key=lambda group: group not in self.windows):
+            size = self.chains[group] // self.blocks_per_object * each
+            step, unit, cuts = size // self.hash_block_tokens, size // each, self.cuts(group)
+            table = range(1, len(hashes) + 1) if block_ids is None else block_ids[group]
+            if cuts > 1:
+                table = [block_id for block_id in table for _ in range(cuts)]
+            wanted = range(start.get(group, 0) // unit, min(-(-end // unit), len(table)))
+            first = wanted.start // each
+            stop = min(-(-wanted.stop // each), found // size, len(hashes) // step)
+            blocks = [
+                table[place] if place in wanted else NULL_BLOCK
+                for place in range(first * each, stop * each)
+            ]
+            filled = [any(blocks[place : place + each]) for place in range(0, len(blocks), each)]
+            for is_filled, numbers in groupby(range(len(filled)), filled.__getitem__):
+                if is_filled:
+                    low, *more = numbers
+                    some = blocks[low * each : (low + 1 + len(more)) * each]
+                    low += first
+                    keys = hashes[(low + 1) * step - 1 : (low + 1 + len(more)) * step : step]
+                    parent = bytes(hashes[low * step - 1]) if low else None
+                    yield Run(group, [bytes(hash_) for hash_ in keys], some, low, parent, each)
 
     def states(
         self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]], tokens: int
     ) -> list[Run]:
         """Return the blocks of the states at ``tokens`` tokens, one run for each recurrent group.
-        Args as for ``runs``."""
+        Other args as for ``runs``."""
         blocks = {
             group: block_ids[group][tokens // self.block_tokens[group] - 1]
             for group in sorted(self.recurrent)

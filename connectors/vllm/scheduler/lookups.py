@@ -389,9 +389,10 @@ class LookupThread:
     def _match_end(
         self, hashes: list[bytes], reaches: list[EngineMatchResult]
     ) -> tuple[int, bool, int]:
-        """As ``_match``, but of a window group only the last block counts."""
-        tokens = in_memory = len(hashes) * self._groups.hash_block_tokens
-        being_written = False
+        """As ``_match``, but of a window group only the last block counts. After full objects of
+        several blocks, single blocks are looked for."""
+        groups, being_written = self._groups, False
+        tokens = in_memory = len(hashes) * groups.hash_block_tokens
         for size, keys, chains, states in self._queries(hashes):
             keys = keys[: tokens // size]
             if not keys:
@@ -401,29 +402,19 @@ class LookupThread:
             tokens = min(tokens, (reach.state if states else reach.matched) * size)
             in_memory = min(in_memory, (reach.matched - reach.on_disk) * size)
             being_written |= reach.being_written
-        if self._groups.blocks_per_object > 1:
-            return self._match_tail(hashes, tokens, in_memory, being_written, reaches)
-        return self._groups.aligned(tokens), being_written, self._groups.aligned(in_memory)
-
-    def _match_tail(
-        self, hashes: list[bytes], tokens: int, in_memory: int, being_written: bool,
-        reaches: list[EngineMatchResult],
-    ) -> tuple[int, bool, int]:  # fmt: skip
-        """As ``_match_end``: extend it by the single blocks after the last full object."""
-        size = self._groups.scheduler_block_tokens
-        first = tokens // size
-        keys = hashes[first : first + self._groups.blocks_per_object - 1]
-        names = [name for group in self._groups.chains for name in self._namespaces[group]]
-        end, end_in_memory = tokens + len(keys) * size, in_memory
-        for start in range(0, len(names), NAMESPACES_MAX) if keys else ():
-            reach = self._ask(keys, names[start : start + NAMESPACES_MAX], [])
+        tokens, in_memory = groups.aligned(tokens), groups.aligned(in_memory)
+        size, first = groups.scheduler_block_tokens, tokens // groups.scheduler_block_tokens
+        single = hashes[first : first + groups.blocks_per_object - 1]
+        names = [name for group in groups.chains for name in self._namespaces[group]]
+        end = tokens + len(single) * size
+        in_memory = end if in_memory == tokens else in_memory
+        for start in range(0, len(names), NAMESPACES_MAX) if single else ():
+            reach = self._ask(single, names[start : start + NAMESPACES_MAX], [])
             reaches.append(reach)
             end = min(end, tokens + reach.matched * size)
-            if in_memory == tokens:
-                there = tokens + (reach.matched - reach.on_disk) * size
-                end_in_memory = there if not start else min(end_in_memory, there)
+            in_memory = min(in_memory, tokens + (reach.matched - reach.on_disk) * size)
             being_written |= reach.being_written
-        return end, being_written, min(end, end_in_memory)
+        return end, being_written, in_memory
 
     def _queries(self, hashes: list[bytes]) -> Iterator[StoreQuery]:
         """Yield the queries: one for most models. The last one is for states and windows, where a

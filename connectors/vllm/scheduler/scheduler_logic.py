@@ -92,7 +92,7 @@ class TrackedRequest:
 
     request: Request
     saved: dict[int, int] = field(default_factory=dict)
-    """By group with chains: full objects before this index are in the store, or being saved."""
+    """By group with chains: full objects before this token are in the store, or being saved."""
     tail_tokens: int = 0
     """If objects have several blocks: tokens before the end of the single blocks after the last
     full object that are in the store, or being saved."""
@@ -231,7 +231,7 @@ class SchedulerLogic:
         there = self._lookups.tokens(lookup, patient=useful)
         if there is None:
             return (None if useful else 0), False
-        tracked.saved = {group: there // size for group, size in self._groups.chains.items()}
+        tracked.saved = self._full(there)
         tracked.tail_tokens = tracked.found_tokens = there
         if self._events.wanted and there != tracked.state_tokens:
             self._report_found(tracked, hashes, there)
@@ -260,27 +260,18 @@ class SchedulerLogic:
         """Report the blocks of the first ``tokens`` tokens, which the store has, unless they are
         reported. Of windows it may have only the last one, so they are left out."""
         request, runs = tracked.request, list[Run]()
-        if self._groups.blocks_per_object > 1:
-            for run in self._groups.blocks_between(hashes, None, 0, tokens, tokens):
-                if not all(self._events.is_reported((run.group, key)) for key in run.keys):
-                    runs.append(run)
-        for group in self._chains_of_blocks():
-            keys = self._groups.keys(group, hashes[: tokens // self._groups.hash_block_tokens])
-            known = (self._events.is_reported((group, key)) for key in keys)
-            first = next((index for index, is_known in enumerate(known) if not is_known), len(keys))
-            if first < len(keys):
-                parent = keys[first - 1] if first else None
-                runs.append(Run(group, keys[first:], [], first, parent))
+        for run in self._groups.objects(hashes, None, 0, tokens, tokens):
+            known = (self._events.is_reported((run.group, key)) for key in run.keys)
+            first = next((index for index, is_known in enumerate(known) if not is_known), None)
+            if first is not None and run.group not in self._groups.windows:
+                parent = run.keys[first - 1] if first else run.parent
+                runs.append(
+                    Run(run.group, run.keys[first:], [], run.first + first, parent, run.each)
+                )
         if runs:
             lora = request.lora_request.lora_name if request.lora_request else None
             tokens_of, plain = self._events.tokens_of(request, runs), self._plain(tracked, runs)
             self._events.stored(runs, tokens_of, lora, plain)
-
-    def _chains_of_blocks(self) -> Collection[int]:
-        """Return the groups whose blocks are objects, without those of windows."""
-        if self._groups.blocks_per_object > 1:
-            return ()
-        return self._groups.chains.keys() - self._groups.windows
 
     def _plain(self, tracked: TrackedRequest, runs: Sequence[Run]) -> dict[bytes, Sequence[bytes]]:
         """Return vLLM's hashes of the blocks of each object, by its key, where they differ."""
@@ -390,19 +381,11 @@ class SchedulerLogic:
         tracked.load = StartedLoad(
             tokens, min(tokens, on_disk), time.monotonic(), tracked.failed_loads
         )
-        first = {
-            group: (tracked.external_tokens - tokens) // size
-            for group, size in self._groups.chains.items()
-        }
         hashes = self._hashes(tracked)
         assert hashes is not None, "external tokens have keys"
         table, end = blocks.get_block_ids(), tracked.external_tokens
-        if self._groups.blocks_per_object > 1:
-            found = tracked.found_tokens
-            runs = [*self._groups.blocks_between(hashes, table, end - tokens, end, found)]
-        else:
-            runs = [*self._groups.runs(hashes, table, first, end)]
-            runs += self._groups.states(hashes, table, end)
+        found = self._groups.objects(hashes, table, end - tokens, end, tracked.found_tokens)
+        runs = [*found, *self._groups.states(hashes, table, end)]
         self._loads.append(LoadCommand(request.request_id, runs))
         self._loading.add(request.request_id)
         self.counters["loaded_requests"] += 1
@@ -500,7 +483,9 @@ class SchedulerLogic:
         table: Sequence[Sequence[int]],
         to_save: int,
     ) -> list[Run]:
-        """Return the chain blocks that are full now and fit, and record them as being saved."""
+        """Return the chain objects that are full now and fit, and record them as being saved. The
+        single blocks at the end of the prompt are saved when it is computed, those of the answer
+        with ``_save_end``."""
         if not self._is_news(tracked, to_save):
             return []
         tokens = self._fitting(tracked, to_save)
@@ -508,32 +493,25 @@ class SchedulerLogic:
             self.counters["saves_refused"] += 1
             if not self._is_news(tracked, tokens):
                 return []
-        if self._groups.blocks_per_object > 1:
-            return self._blocks_to_save(tracked, hashes, table, tokens)
-        runs = list(self._groups.runs(hashes, table, tracked.saved, tokens))
-        if runs:
-            for group, size in self._groups.chains.items():
-                tracked.saved[group] = max(tracked.saved.get(group, 0), tokens // size)
-        return runs
-
-    def _blocks_to_save(
-        self, tracked: TrackedRequest, hashes: Sequence[bytes], table: Sequence[Sequence[int]],
-        tokens: int,
-    ) -> list[Run]:  # fmt: skip
-        """As ``_chains_to_save``, where objects have several blocks. The single blocks at the end
-        of the prompt are saved when it is computed, those of the answer with ``_save_end``."""
-        size = self._groups.full_tokens
-        saved = min(tracked.saved.get(group, 0) for group in self._groups.chains) * size
+        runs = list(self._groups.runs(hashes, table, tracked.saved, tokens, tokens))
+        size, single = self._groups.full_tokens, tracked.tail_tokens
         end = tokens - tokens % size
-        runs = list(self._groups.blocks_between(hashes, table, saved, end, end))
-        if end > saved:
-            if saved < tracked.tail_tokens < end:
-                last = tracked.tail_tokens // self._groups.hash_block_tokens - 1
-                tracked.replaced = bytes(hashes[last])
-            tracked.saved = dict.fromkeys(self._groups.chains, end // size)
+        if runs:
+            if single % size and self._saved(tracked) < single < end:
+                tracked.replaced = bytes(hashes[single // self._groups.hash_block_tokens - 1])
+            for group, full in self._full(tokens).items():
+                tracked.saved[group] = max(tracked.saved.get(group, 0), full)
         if tail := self._tail(tracked, tokens):
             runs += self._single_blocks(tracked, hashes, table, tail, end)
         return runs
+
+    def _full(self, tokens: int) -> dict[int, int]:
+        """Return the end of the last full object of each chain within ``tokens``."""
+        return {group: tokens - tokens % size for group, size in self._groups.chains.items()}
+
+    def _saved(self, tracked: TrackedRequest) -> int:
+        """Return the tokens of which every chain has full objects."""
+        return min([tracked.saved.get(group, 0) for group in self._groups.chains], default=0)
 
     def _single_blocks(
         self, tracked: TrackedRequest, hashes: Sequence[bytes], table: Sequence[Sequence[int]],
@@ -541,15 +519,15 @@ class SchedulerLogic:
     ) -> list[Run]:  # fmt: skip
         """Return the blocks of the tokens before ``tail`` that are not saved. The full objects
         reach to ``end``."""
-        start, tracked.tail_tokens = max(end, tracked.tail_tokens), tail
-        return list(self._groups.blocks_between(hashes, table, start, tail, end))
+        start = dict.fromkeys(self._groups.chains, max(end, tracked.tail_tokens))
+        tracked.tail_tokens = tail
+        return list(self._groups.runs(hashes, table, start, tail, tail, each=1))
 
     def _save_end(self, tracked: TrackedRequest, table: Sequence[Sequence[int]]) -> None:
         """Save the single blocks at the end of a finished request."""
         if not (self._does_save and self._identity.fingerprint and self._may_save(tracked)):
             return
-        size = self._groups.full_tokens
-        end = min(tracked.saved.get(group, 0) for group in self._groups.chains) * size
+        size, end = self._groups.full_tokens, self._saved(tracked)
         tail = self._groups.aligned(self._tokens_to_save(tracked.request, 0))
         count = (tail - max(end, tracked.tail_tokens)) // self._groups.scheduler_block_tokens
         if not 0 < count <= self._remaining_blocks() or tail - end >= size:
@@ -561,8 +539,6 @@ class SchedulerLogic:
     def _tail(self, tracked: TrackedRequest, tokens: int) -> int:
         """Return the tokens before the end of the single blocks to save now; 0: none. ``tokens``:
         those whose blocks may be saved."""
-        if self._groups.blocks_per_object == 1:
-            return 0
         size = self._groups.full_tokens
         tail = self._groups.aligned(min(tokens, tracked.request.num_prompt_tokens))
         is_computed = tokens >= self._groups.aligned(tracked.request.num_prompt_tokens)
@@ -604,7 +580,7 @@ class SchedulerLogic:
         """Return whether a block of these tokens is not saved in some group. In most steps this is
         false for most requests."""
         sizes = self._groups.chains.items()
-        is_news = any(tokens // size > tracked.saved.get(group, 0) for group, size in sizes)
+        is_news = any(tokens - size >= tracked.saved.get(group, 0) for group, size in sizes)
         return is_news or self._tail(tracked, tokens) > 0
 
     def _tokens_to_save(self, request: Request, scheduled: int) -> int:
@@ -623,11 +599,10 @@ class SchedulerLogic:
         def blocks(tokens: int) -> int:
             count = 0
             for group, size in self._groups.chains.items():
-                first, end = tracked.saved.get(group, 0), tokens // size
+                first, end = tracked.saved.get(group, 0) // size, tokens // size
                 cuts, each = self._groups.cuts(group), self._groups.blocks_per_object
                 count += (-(-end // cuts) - first // cuts) * each if end > first else 0
-                if each > 1:
-                    count += each
+                count += each - 1
             return count
 
         if blocks(tokens) <= room:
@@ -742,7 +717,8 @@ class SchedulerLogic:
                 if run.each < self._groups.blocks_per_object:
                     tracked.tail_tokens = 0
                 elif run.group in self._groups.chains:
-                    tracked.saved[run.group] = min(tracked.saved.get(run.group, 0), run.first)
+                    first = run.first * self._groups.chains[run.group]
+                    tracked.saved[run.group] = min(tracked.saved.get(run.group, 0), first)
 
     def _load_failed(self, request_id: str, good_tokens: int) -> None:
         """Limit later results for this request to the tokens that were loaded."""
@@ -753,8 +729,8 @@ class SchedulerLogic:
         tracked.failed_loads += 1
         again = self._groups.aligned(good_tokens) if tracked.failed_loads < LOADS_MAX else 0
         tracked.limit = again if tracked.limit is None else min(again, tracked.limit)
-        for group, size in self._groups.chains.items():  # missing blocks are saved again
-            tracked.saved[group] = min(tracked.saved.get(group, 0), tracked.limit // size)
+        for group, end in self._full(tracked.limit).items():  # missing blocks are saved again
+            tracked.saved[group] = min(tracked.saved.get(group, 0), end)
         tracked.state_tokens = min(tracked.state_tokens, tracked.limit)
         tracked.tail_tokens = min(tracked.tail_tokens, tracked.limit)
         self._lookups.forget(request_id)
@@ -827,10 +803,10 @@ class SchedulerLogic:
     def _stored_tokens(self, tracked: TrackedRequest) -> int:
         """Return the number of leading tokens that the store has or will have, according to this
         engine."""
-        ends = [tracked.saved.get(each, 0) * size for each, size in self._groups.chains.items()]
-        tokens = min([*ends, tracked.state_tokens] if self._groups.recurrent else ends)
-        size = self._groups.full_tokens
-        if self._groups.blocks_per_object > 1 and tracked.tail_tokens // size * size == tokens:
+        tokens = self._saved(tracked) if self._groups.chains else tracked.state_tokens
+        if self._groups.recurrent:
+            tokens = min(tokens, tracked.state_tokens)
+        if tracked.tail_tokens - tracked.tail_tokens % self._groups.full_tokens == tokens:
             tokens = tracked.tail_tokens
         return self._groups.complete_blocks(tokens)
 

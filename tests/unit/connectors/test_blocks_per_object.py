@@ -16,13 +16,11 @@ TABLE = [list(range(101, 112))]
 def test_the_blocks_between_two_positions() -> None:
     whole = Run(0, [b"h3", b"h7"], TABLE[0][:8], 0, None, 4)
     tail = Run(0, [b"h8", b"h9"], TABLE[0][8:10], 8, b"h7")
-    assert list(FOURS.blocks_between(HASHES, TABLE, 0, 40, 40)) == [whole, tail]
-    assert list(FOURS.blocks_between(HASHES, TABLE, 32, 40, 32)) == [tail]
+    assert list(FOURS.objects(HASHES, TABLE, 0, 40, 40)) == [whole, tail]
+    assert list(FOURS.objects(HASHES, TABLE, 32, 40, 32)) == [tail]
     partly = [NULL_BLOCK, NULL_BLOCK, *TABLE[0][2:6], NULL_BLOCK, NULL_BLOCK]
-    assert list(FOURS.blocks_between(HASHES, TABLE, 8, 24, 40)) == [
-        whole._replace(block_ids=partly)
-    ]
-    assert list(FOURS.blocks_between(HASHES, TABLE, 36, 40, 40)) == [
+    assert list(FOURS.objects(HASHES, TABLE, 8, 24, 40)) == [whole._replace(block_ids=partly)]
+    assert list(FOURS.objects(HASHES, TABLE, 36, 40, 40)) == [
         Run(0, [b"h9"], TABLE[0][9:10], 9, b"h8")
     ]
     assert FOURS.chain_keys(0, HASHES, 40) == [b"h3", b"h7", b"h8", b"h9"]

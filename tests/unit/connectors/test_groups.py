@@ -22,7 +22,8 @@ def runs(
     groups: Groups, tables: Sequence[Sequence[int]], tokens: int,
     *, first: dict[int, int] | None = None, known: int = 100,
 ) -> list[Run]:  # fmt: skip
-    return list(groups.runs(hashes(known), tables, first or {}, tokens))
+    starts = {group: (first or {}).get(group, 0) * size for group, size in groups.chains.items()}
+    return list(groups.runs(hashes(known), tables, starts, tokens, tokens))
 
 
 def test_a_block_of_several_hash_blocks_has_the_hash_at_its_end() -> None:
@@ -91,7 +92,7 @@ def test_runs_cover_the_blocks_that_are_not_null_and_each_knows_its_parent(
     sizes = {group: 4 * step for group, step in enumerate(steps)}
     groups = Groups(hash_block_tokens=4, scheduler_block_tokens=48, block_tokens=sizes)
     starts = dict(enumerate(first))
-    found = list(groups.runs(hashes(known), tables, starts, tokens))
+    found = runs(groups, tables, tokens, first=starts, known=known)
     assert [run.group for run in found] == sorted(run.group for run in found)
     for group, size in sizes.items():
         keys = groups.keys(group, hashes(known))
