@@ -15,8 +15,10 @@ from tests.e2e.engines.test_engine import cached, tokens
 from tests.support.cluster import Cluster
 
 BLOCK = 256
-"""Tokens of a block of this model, which vLLM chooses so that a state fills no more than one."""
+"""Tokens of a block. vLLM would choose 256 or 128, by the processor, so that a state fills no more
+than one."""
 
+SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "block_size": BLOCK}
 ALONE = {"no_load": True, "no_store": True}
 
 
@@ -32,8 +34,8 @@ def pair(
     """One that cuts prompts into chunks of two blocks, and one with settings of its own."""
     transfer = transfer_config(shared.address)
     with (
-        Engine(preloaded, recurrent, transfer, dtype="bfloat16", max_num_batched_tokens=512) as one,
-        Engine(preloaded, recurrent, transfer_config(shared.address), dtype="bfloat16") as other,
+        Engine(preloaded, recurrent, transfer, **SETTINGS, max_num_batched_tokens=512) as one,
+        Engine(preloaded, recurrent, transfer_config(shared.address), **SETTINGS) as other,
     ):
         yield one, other
 
@@ -87,11 +89,10 @@ def test_engines_of_other_tensor_parallel_sizes_go_on_from_shards_of_states(
 ) -> None:
     """Each chooses the tokens that it chooses alone, which are not the other's."""
     transfer = transfer_config(shared.address, tp_shards=2)
-    settings: dict[str, Any] = {"dtype": "bfloat16", "block_size": BLOCK}
-    one = engine(recurrent, transfer, **settings)
+    one = engine(recurrent, transfer, **SETTINGS)
     two = engine(
         recurrent, transfer, tensor_parallel_size=2,
-        environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, **settings,
+        environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, **SETTINGS,
     )  # fmt: skip
     for number, writer, reader in ((20, one, two), (21, two, one)):
         asked = [prompt(number, 1500)]
@@ -107,7 +108,7 @@ def test_requests_that_are_preempted_save_and_load_what_is_right(
     store: Cluster, recurrent: Path, engine: StartEngine
 ) -> None:
     """Twelve requests have room for two or three."""
-    small = {"num_gpu_blocks_override": 40, "dtype": "bfloat16", "max_num_seqs": 12}
+    small = {"num_gpu_blocks_override": 40, "max_num_seqs": 12, **SETTINGS}
     one = engine(recurrent, transfer_config(store.address, save_decode=True), **small)
     asked = [prompt(100 + number, 700 + 50 * number) for number in range(12)]
     first = one.generate(asked, tokens=300)
@@ -115,8 +116,9 @@ def test_requests_that_are_preempted_save_and_load_what_is_right(
     assert one.reset()
     again = one.generate(asked, tokens=300)
     assert sum(cached(again)) > 0
-    other = engine(recurrent, transfer_config(store.address), dtype="bfloat16")
+    other = engine(recurrent, transfer_config(store.address), **SETTINGS)
     found = other.generate(asked, tokens=8)
     assert cached(found) == [tokens - tokens % BLOCK for tokens in map(len, asked)]
-    assert tokens(found) == right(other, asked)
+    # Computed in batches of another size, bfloat16 may round a token to another one.
+    assert tokens(found) == [each.tokens[:8] for each in first]
     assert [each.reason for each in (*first, *again)] == ["length"] * 24
