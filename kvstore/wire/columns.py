@@ -7,7 +7,6 @@ Functions that decode raise ``UsageError``s for bad input; those that encode rai
 
 from __future__ import annotations
 
-import itertools
 import re
 import struct
 from collections.abc import Sequence
@@ -142,8 +141,7 @@ def unpack_keys(
         if not count:
             return []
         _check_key_sizes(sizes)
-        ends = list(itertools.accumulate(sizes))
-        keys = [cast(Key, data[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+        keys = cast("list[Key]", list(struct.unpack("%ds" * count % (*sizes,), data)))
     if distinct and len(set(keys)) != count:
         check_keys(keys, distinct=True)
     return keys
