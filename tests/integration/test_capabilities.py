@@ -24,9 +24,8 @@ from kvstore.security.certificates import CertificateRequest, inspect
 from kvstore.transport.common import RangeCopy
 from kvstore.transport.tcp import TcpTransport
 from tests.integration.test_drain import drain
-from tests.integration.test_repair_queue import dead, nodes_of
 from tests.support.certificates import Identities
-from tests.support.cluster import OVER_TCP_NODE, SHORT, Cluster
+from tests.support.cluster import OVER_TCP_NODE, SHORT, Cluster, Node
 from tests.support.wait import until
 from tests.support.workload import content
 
@@ -52,6 +51,19 @@ def segment_of(client: Client, key: str) -> tuple[SegmentInfo, int, bytes]:
         if name == key.encode()
     ]  # fmt: skip
     return placed.replicas[0]
+
+
+def nodes_of(client: Client, key: str) -> set[str]:
+    """Where its replicas are."""
+    stat = client.stat(key)
+    segments = set() if stat is None else set(stat.detail.placements.segments)
+    nodes = client.status().nodes
+    return {n.name for n in nodes if any(s.segment_id in segments for s in n.segments)}
+
+
+def dead(store: Cluster, node: Node) -> None:
+    node.kill()
+    until(lambda: store.state_of(node) == "gone")
 
 
 @pytest.mark.parametrize("device", ["", "fake:0"])

@@ -22,9 +22,8 @@ from kvstore.security.credentials import NODE_NAME, Credentials
 from kvstore.security.data_port_tls import ClientTls
 from kvstore.transport.common import RangeCopy
 from kvstore.transport.tcp import TcpTransport
-from tests.integration.test_capabilities import segment_of
+from tests.integration.test_capabilities import nodes_of, segment_of
 from tests.integration.test_drain import drain
-from tests.integration.test_repair_queue import nodes_of
 from tests.support.certificates import Identities
 from tests.support.cluster import OVER_TCP_NODE, SHORT, Cluster
 from tests.support.processes import free_port, run_python

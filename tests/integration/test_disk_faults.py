@@ -169,18 +169,6 @@ def test_a_node_whose_disk_fails_when_it_joins_goes_on_without(
     assert not get(cluster, KEYS[:20])[0]
 
 
-def test_reads_and_writes_of_parts_are_continued(cluster: Cluster, faulty: FaultyDisk) -> None:
-    node = start(cluster, faulty)
-    faulty.set(halves=1)
-    put(cluster)
-    found, _ = get(cluster)
-    assert len(found) > 0.9 * len(KEYS)
-    assert disk_of(cluster).brought >= (len(found) - IN_MEMORY) * SIZE
-    assert faulty.count("reads") > 2 * (len(found) - IN_MEMORY)
-    assert not disk_of(cluster).failed
-    assert "disk_error" not in node.errors
-
-
 def test_objects_on_a_slow_disk_are_misses_until_it_is_fast_again(
     cluster: Cluster, faulty: FaultyDisk
 ) -> None:
@@ -208,20 +196,3 @@ def test_objects_on_a_slow_disk_are_misses_until_it_is_fast_again(
     faulty.set(bytes_per_s=0)
     until(lambda: len(get(cluster, on_disk)[0]) == len(on_disk))
     assert not disk_of(cluster).failed
-
-
-def test_memory_goes_on_while_copies_of_before_hang(cluster: Cluster, faulty: FaultyDisk) -> None:
-    """Their extents are free again once they have ended, and nothing else waits for them."""
-    start(cluster, faulty)
-    put(cluster)
-    client = cluster.client()
-    faulty.set(bytes_per_s=20_000)  # ten seconds for each object
-    assert not get(cluster, KEYS[:3])[0]
-    more = [f"more-{number}" for number in range(40)]
-    for key in more:
-        began = time.monotonic()
-        client.put(key, content(key, SIZE))
-        assert time.monotonic() - began < LATE_S
-    faulty.set(bytes_per_s=0)
-    until(lambda: len(get(cluster, KEYS[:3])[0]) == 3)
-    assert cluster.state_of(cluster.nodes[0]) == "alive"

@@ -148,44 +148,6 @@ def test_nobody_who_reads_notices(store: Cluster) -> None:
     all_right(store, keys)
 
 
-def test_what_is_put_meanwhile_goes_elsewhere_and_what_is_removed_stays_removed(
-    store: Cluster,
-) -> None:
-    old = store.node(memory="64MiB")
-    keys = fill(store)
-    store.node(memory="64MiB")
-    client = store.client()
-    process = launch(store, old)
-    removed = keys[::3]
-    added = [f"new-{number}" for number in range(len(removed))]
-    for key, new in zip(removed, added, strict=True):
-        assert client.put(new, content(new, SIZE)) is PutOutcome.STORED
-        assert client.remove(key)
-    assert result_of(process).code == 0
-    has_left(old)
-    for key in removed:
-        assert client.get(key) is None, key
-    kept = [key for key in keys if key not in removed]
-    for key in (*kept, *added):
-        assert client.get(key) == content(key, 0 if key == "empty" else SIZE), key
-
-
-def test_a_view_keeps_its_bytes_and_is_told(store: Cluster) -> None:
-    old = store.node(memory="64MiB")
-    fill(store)
-    store.node(memory="64MiB")
-    client = store.client()
-    view = client.get("key-7", copy=False)
-    assert isinstance(view, memoryview)
-    lease = client.lease(view)
-    assert lease is not None
-    assert lease.is_held
-    assert drain(store, old).code == 0
-    has_left(old)
-    until(lambda: not lease.is_held)
-    assert view == content("key-7", SIZE)
-
-
 def test_taken_back_it_is_used_again(store: Cluster) -> None:
     node = store.node(memory="64MiB")
     keys = fill(store)

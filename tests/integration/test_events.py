@@ -153,24 +153,6 @@ def test_a_reader_that_comes_back_resumes_where_it_was(
         again.stop(client)
 
 
-def test_the_master_is_killed_and_learns_again(cluster_with_events: Cluster) -> None:
-    cluster = cluster_with_events
-    with cluster.client() as client, reading(cluster) as reader:
-        for number in range(500):
-            client.put(b"%d" % number, b"x")
-        agree(reader, client)
-        before = dict(reader.objects)
-        for _ in range(2):
-            cluster.master_server.kill()
-            cluster.master()
-            epoch = cluster.status().epoch
-            until(lambda: reader.is_whole and reader.place.startswith(f"{epoch}-"))  # noqa: B023
-            until(lambda: len(listed(client)) == 500)
-            agree(reader, client)
-            assert reader.objects == before
-        assert reader.seen.count("cleared") >= 3
-
-
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_another_master_leads(tmp_path: Path, how: str) -> None:
     ports = [free_port(), free_port()]

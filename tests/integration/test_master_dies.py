@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.errors import (
-    NoSpaceError,
-    UnavailableError,
-)
 from tests.support.cluster import MASTER, Cluster
 from tests.support.processes import children_of, is_running
 from tests.support.wait import until
@@ -24,33 +17,6 @@ STORED = PutOutcome.STORED
 
 def kill_master(cluster: Cluster) -> None:
     cluster.master_server.kill()
-
-
-def test_what_was_promised_before_holds_after(cluster: Cluster) -> None:
-    """Old views keep their bytes while their leases are held, whatever is put meanwhile."""
-    cluster.start(memory="16MiB")
-    client = cluster.client()
-    old = np.full(1 << 20, 1, np.uint8)
-    for number in range(8):
-        client.put(f"old-{number}", old)
-    views = [client.get(f"old-{number}", copy=False) for number in range(8)]
-    leases = [client.lease(view) for view in views if view is not None]
-    kill_master(cluster)
-    cluster.master()
-    restarted = time.monotonic()
-    number = 0
-    while time.monotonic() - restarted < 3:
-        number += 1
-        with contextlib.suppress(UnavailableError, NoSpaceError):
-            client.put(f"new-{number}", np.full(1 << 20, 2, np.uint8), wait_ms=100)
-        for view, lease in zip(views, leases, strict=True):
-            assert isinstance(view, np.ndarray)
-            assert lease is not None
-            whole = (view == 1).all()
-            assert whole or not lease.is_held
-    view = None
-    views.clear()
-    assert client.put("after", old, wait_ms=2_000) is STORED
 
 
 def test_a_view_is_held_on_by_the_next_master(cluster: Cluster) -> None:

@@ -158,35 +158,3 @@ def test_a_client_is_killed_between_put_start_and_put_end(cluster: Cluster) -> N
     promised_s = (SHORT["put_deadline_ms"] + SHORT["dead_ms"]) / 1000
     until(lambda: cluster.used_bytes() < before + (4 << 20))
     assert promised_s - 0.5 < time.monotonic() - started < promised_s + 2
-
-
-def test_a_client_is_killed_while_it_writes(cluster: Cluster) -> None:
-    cluster.start(memory="64MiB")
-    program = (
-        "import sys; sys.path.insert(0, '.')\n"
-        "from kvstore import Client\nfrom tests.support.workload import content\n"
-        "client = Client(sys.argv[1], transports=(sys.argv[2],))\n"
-        "for number in range(10**6):\n"
-        "    key = f'new-{number % 40}'\n"
-        "    client.put(key, content(key), overwrite=True, wait_ms=5_000)\n"
-        "    number or print('begun', flush=True)\n"
-    )
-    client = cluster.client()
-    for transport in ("shm", "tcp"):
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, cluster.address, transport],
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-        )
-        try:
-            assert process.stdout is not None
-            with process.stdout as said:
-                assert said.readline() == b"begun\n"
-            until(lambda: client.exists("new-5"))
-        finally:
-            process.kill()
-            process.wait()
-        for number in range(40):
-            value = client.get(f"new-{number}")
-            assert value is None or value == content(f"new-{number}")
-    until(lambda: client.put("new-1", content("new-1"), overwrite=True) is STORED)

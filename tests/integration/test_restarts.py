@@ -10,7 +10,7 @@ import pytest
 from kvstore import PutOutcome
 from kvstore.memory import header as layout
 from kvstore.transport import tcp_client
-from tests.support.cluster import NODE, SHORT, Cluster, Node
+from tests.support.cluster import NODE, Cluster, Node
 from tests.support.processes import Server, flags_of
 from tests.support.wait import until
 from tests.support.workload import at_work, content, getter, putter
@@ -66,18 +66,6 @@ def counter(cluster: Cluster, name: str) -> int:
 # --- the master --------------------------------------------------------------------------------
 
 
-def test_a_killed_master_knows_everything_again(cluster: Cluster) -> None:
-    cluster.start(2)
-    fill(cluster)
-    kill_master(cluster)
-    cluster.master()
-    check(cluster)  # at once: what would be a miss waits for the nodes
-    assert counter(cluster, "recovered_objects") == len(KEYS) + len(CHAIN)
-    assert counter(cluster, "refused_claims") == 0
-    client = cluster.client()
-    assert client.put("new", b"x", wait_ms=SHORT["lease_ms"] + 500) is STORED
-
-
 def test_clients_at_work_over_a_restart_lose_nothing(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,44 +88,6 @@ def test_clients_at_work_over_a_restart_lose_nothing(
 
 
 # --- nodes -------------------------------------------------------------------------------------
-
-
-def test_a_killed_node_serves_what_it_held(cluster: Cluster) -> None:
-    cluster.start()
-    fill(cluster)
-    node = cluster.nodes[0]
-    node.kill()
-    assert node.entry.exists()
-    again = restarted(cluster, node)
-    check(cluster)
-    assert again.terminate() == 0
-    assert not node.entry.exists()
-
-
-def test_what_was_removed_while_its_node_was_away_stays_removed(cluster: Cluster) -> None:
-    cluster.start(1)
-    fill(cluster)
-    away = cluster.nodes[0]
-    away.kill()
-    other = cluster.node()
-    until(lambda: cluster.state_of(away) == "gone")
-    client = cluster.client()
-    client.remove(KEYS[0])
-    client.put(KEYS[1], b"another", overwrite=True)
-    client.remove(KEYS[1])
-    restarted(cluster, away)
-    check(cluster, gone=frozenset(KEYS[:2]))
-    # The master that knew it is gone, too.
-    away.kill()
-    cluster.nodes[-1].kill()
-    until(lambda: cluster.state_of(away) == "gone")
-    client.remove(KEYS[2])
-    kill_master(cluster)
-    cluster.master()
-    until(lambda: cluster.state_of(other) == "alive")
-    restarted(cluster, away)
-    asking = cluster.client()
-    assert asking.get_many(KEYS[:3]) == [None] * 3
 
 
 def flip(path: Path, offset: int) -> None:

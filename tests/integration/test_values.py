@@ -16,7 +16,6 @@ from kvstore.errors import (
     UnsupportedValueError,
 )
 from kvstore.runtime.formatting import key_text
-from tests.support.cluster import Cluster
 from tests.support.wait import until
 
 torch = pytest.importorskip("torch")
@@ -289,14 +288,11 @@ def test_asking_and_removing(verbs: Any) -> None:
     assert verbs.stats().epoch > 0
 
 
-def test_puts_of_one_size_one_after_the_other(verbs: Any, store: Cluster) -> None:
-    """Each brings the memory of the next one; what is not used is given back."""
-    values = {f"{number}": some_bytes(4_096, number) for number in range(20)}
-    assert verbs.put("0", values["0"]) is STORED
-    for key, value in values.items():
-        assert verbs.put(key, value) is (FOUND if key == "0" else STORED)
-    for key, value in values.items():
-        assert same(verbs.get(key), value)
-    (segment,) = store.status().nodes[0].segments
-    assert 4_096 <= segment.pending < 8_192
-    until(lambda: not store.status().nodes[0].segments[0].pending)
+def test_an_object_is_gone_after_its_time_to_live_and_kept_while_it_is_pinned(verbs: Any) -> None:
+    verbs.put("brief", b"x", ttl=0.2)
+    verbs.put("lasting", b"x", ttl=600)
+    assert verbs.pin(["lasting", "absent"], 600) == [True, False]
+    assert [row.pinned_objects for row in verbs.status().namespaces] == [1]
+    assert verbs.unpin(["lasting"]) == [True]
+    until(lambda: not verbs.exists("brief"))
+    assert verbs.get_many(["brief", "lasting"]) == [None, b"x"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,6 @@ from kvstore.errors import (
 from tests.integration.conftest import either_client
 from tests.support.cluster import SHORT, Cluster, entry
 from tests.support.processes import children_of, is_running
-from tests.support.wait import until
 
 STORED = PutOutcome.STORED
 LEASE_S = SHORT["lease_ms"] / 1000
@@ -106,57 +103,6 @@ print("has written")
         assert torch.equal(client.get("a", copy=False), allocated)
 
 
-def test_a_lease_is_renewed_for_as_long_as_anything_of_the_view_lives(verbs: Any) -> None:
-    verbs.put("k", np.arange(100))
-    piece = verbs.get("k", copy=False).reshape(10, 10)[3:5, 2]
-    lease = verbs.lease(piece)
-    assert held_for(lease, 1.7 * LEASE_S)
-    assert piece.tolist() == [32, 42]
-    assert verbs.stats().views == 1
-    del piece
-    gc.collect()
-    until(lambda: verbs.stats().views == 0)  # a thread of AsyncClient may still return it
-
-
-def test_a_view_of_what_is_replaced_or_removed_keeps_its_bytes(verbs: Any) -> None:
-    old, new = np.full(5000, 1), np.full(5000, 2)
-    verbs.put_many([("replaced", old), ("removed", old)])
-    replaced, removed = verbs.get_many(["replaced", "removed"], copy=False)
-    assert verbs.put("replaced", new, overwrite=True) is STORED
-    assert verbs.remove("removed")
-    assert (verbs.get("replaced") == new).all()
-    assert (verbs.get("replaced", copy=False) == new).all()
-    assert verbs.get("removed") is None
-    assert verbs.get("removed", copy=False) is None
-    leases = [verbs.lease(view) for view in (replaced, removed)]
-    number = 0
-    while any(lease.is_held for lease in leases):
-        number += 1
-        verbs.put(f"other-{number}", new)  # would take the memory, were it free
-        whole = (replaced == 1).all() and (removed == 1).all()
-        assert whole or not all(lease.is_held for lease in leases)
-        assert number < 10_000
-
-
-def test_without_a_master_a_promise_ends_and_says_so(cluster: Cluster) -> None:
-    cluster.start()
-    client = cluster.client(timeout_ms=1_000)
-    client.put("k", np.arange(10))
-    view = client.get("k", copy=False)
-    assert isinstance(view, np.ndarray)
-    lease = client.lease(view)
-    assert lease is not None
-    cluster.master_server.kill()
-    killed = time.monotonic()
-    until(lambda: not lease.is_held, within_s=LEASE_S + 0.5)
-    assert time.monotonic() - killed < LEASE_S + 0.2
-    assert lease.remaining_s == 0
-    assert view.tolist() == list(range(10))  # nobody has used the memory for something else yet
-    cluster.master()
-    until(lambda: cluster.status().nodes)
-    assert not lease.is_held
-
-
 # --- allocations -------------------------------------------------------------------------------
 
 
@@ -186,26 +132,6 @@ def test_an_allocation_outlives_the_put_deadline(verbs: Any, store: Cluster) -> 
     assert verbs.put("k", array) is STORED
     assert held_for(lease, 1.1 * LEASE_S)  # now as a view of the object
     assert (store.client().get("k") == array).all()
-
-
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_dropped_allocation_gives_its_memory_back(kind: str, tmp_path: Path) -> None:
-    """The deadline neither ends it, on a machine that is slow, nor gives back what was dropped."""
-    lasting = SHORT | dict.fromkeys(("put_deadline_ms", "dead_ms"), 60_000)
-    with Cluster(tmp_path, settings=lasting) as store:
-        store.start()
-        with either_client(kind, store.address) as client:
-            client.put("k", b"x")
-            before = store.used_bytes()
-            array = client.allocate(1 << 20, kind="numpy")
-            piece = array[10:]
-            assert store.used_bytes() > before
-            del array
-            gc.collect()
-            assert store.used_bytes() > before
-            del piece
-            gc.collect()
-            until(lambda: store.used_bytes() <= before)
 
 
 # --- contributing memory -----------------------------------------------------------------------

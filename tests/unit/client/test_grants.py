@@ -38,17 +38,6 @@ def put(world: World, *keys: Key, options: PutOptions = OPTIONS) -> list[PutOutc
     return world.run(write_objects.write(world.context, items(*pairs), options))
 
 
-def test_what_is_there_or_being_written_is_not_written() -> None:
-    world = World()
-    world.answers[calls.PutStart] = grants([FOUND, WRITE, BEING_WRITTEN], [9], [(2, 4096)])
-    world.answers[calls.PutEnd] = calls.PutEndReply([STORED])
-    assert put(world, A, B, C) == [FOUND, STORED, BEING_WRITTEN]
-    assert world.requests(calls.PutEnd) == [calls.PutEnd(EPOCH, [9])]
-    header = unpack(world.memory[2][4096:], 2, 4096)
-    assert header is not None
-    assert header.key == B
-
-
 def test_each_replica_has_a_header_of_its_own() -> None:
     world = World()
     world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096), (2, 8192)], replicas=2)
@@ -94,6 +83,7 @@ def test_what_could_not_be_written_is_revoked_and_asked_for_again(
     assert [request.keys for request in world.requests(calls.PutStart)] == [[A, B, C], [A, C]]
     assert [request.tokens for request in world.requests(calls.PutEnd)] == [[10], [12, 13]]
     assert len(world.paused) == 1
+    assert world.requests(calls.ReportFailure)[0].segment_ids == [1]
 
 
 @pytest.mark.parametrize(
@@ -172,6 +162,7 @@ def test_what_the_master_refuses_is_raised(error: Exception) -> None:
     world.answers[calls.PutStart] = error
     with pytest.raises(type(error)):
         put(world, A)
+    assert len(world.asked) == 1
 
 
 def test_a_deadline_that_passes_is_counted() -> None:

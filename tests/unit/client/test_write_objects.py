@@ -97,19 +97,6 @@ def test_a_put_that_is_refused_again_and_again_ends_in_an_error() -> None:
     assert len(world.requests(calls.PutStart)) == ATTEMPTS
 
 
-@pytest.mark.parametrize("quiesced", [0, 1])
-def test_a_write_that_failed_is_revoked_saying_whether_bytes_may_still_land(quiesced: int) -> None:
-    world = World()
-    replies = iter([grants([WRITE], [1], [(1, AT)]), grants([WRITE], [2], [(2, AT)])])
-    world.answers[calls.PutStart] = lambda request: next(replies)
-    world.failing[1] = [NodeUnreachableError("gone", quiesced=quiesced)]
-    ended(world, [STORED])
-    assert store(world, b"a") == [STORED]
-    revoke = world.requests(calls.PutRevoke)[0]
-    assert (list(revoke.tokens), revoke.quiesced) == ([1], bool(quiesced))
-    assert world.requests(calls.ReportFailure)[0].segment_ids == [1]
-
-
 def test_one_failing_replica_gives_the_whole_put_up() -> None:
     world = World()
     replies = iter(
@@ -216,14 +203,6 @@ def test_an_unanswered_end_is_settled_by_asking_again() -> None:
     world.answers[calls.PutStart] = lambda request: next(replies)
     world.answers[calls.PutEnd] = MasterUnreachableError("the connection broke", sent=1)
     assert store(world, b"a") == [FOUND]
-
-
-def test_what_the_master_refuses_reaches_the_caller() -> None:
-    world = World()
-    world.answers[calls.PutStart] = NoSpaceError("full", missing_bytes=5)
-    with pytest.raises(NoSpaceError):
-        store(world, b"a")
-    assert len(world.asked) == 1
 
 
 def test_an_empty_payload_has_a_header_and_nothing_else() -> None:
