@@ -107,13 +107,6 @@ with subprocess.Popen(
 """
 
 
-def test_types_are_announced_and_shipped() -> None:
-    data: dict[str, list[str]] = SETUPTOOLS["package-data"]
-    assert (ROOT / "kvstore" / "py.typed").is_file()
-    assert "py.typed" in data["kvstore"]
-    assert "*.pyi" in data["kvstore.v1"]
-
-
 @pytest.mark.parametrize(("name", "target"), PYPROJECT["project"]["scripts"].items())
 def test_every_command_can_be_imported(name: str, target: str) -> None:
     assert callable(EntryPoint(name, target, "console_scripts").load())
@@ -131,18 +124,6 @@ def _kind_determines_the_type(client: kvstore.Client) -> None:
     """Read by mypy alone."""
     assert_type(client.get("k", kind="bytes"), bytes | None)
     assert_type(client.get("k", kind="numpy", copy=False), NDArray[Any] | None)
-
-
-def test_the_version_is_said_once() -> None:
-    assert "version" in PYPROJECT["project"]["dynamic"]
-    assert SETUPTOOLS["dynamic"]["version"] == {"attr": "kvstore._version.__version__"}
-    assert kvstore.__version__ == __version__
-
-
-def test_torch_and_transformers_are_not_needed_to_import_anything() -> None:
-    needed = " ".join(PYPROJECT["project"]["dependencies"])
-    assert "torch" not in needed
-    assert "transformers" not in needed
 
 
 @pytest.mark.parametrize("package", SETUPTOOLS["packages"])
