@@ -181,7 +181,8 @@ def test_a_wipe_is_of_one_version(medium: Medium) -> None:
     placed = [SUPERBLOCK_BYTES, MIB, 2 * MIB]
     for counter, offset in enumerate(placed):
         put(medium, offset, counter)
-    assert medium.wipe([0, -1024, SIZE], [1] * 3, [0] * 3) == 0, "outside"
+    outside = [0, -1024, SIZE, MIB + 1024]
+    assert medium.wipe(outside, [1] * 4, [0, 0, 0, 1]) == 0
     assert medium.wipe(placed, [1, 1, 2], [0, 7, 2]) == 1
     assert medium.wipe(placed[:1], [1], [0]) == 0, "again"
     assert offsets(medium) == placed[1:]
@@ -193,7 +194,7 @@ def test_zeroing_ignores_what_is_outside(medium: Medium, monkeypatch: pytest.Mon
     data = os.urandom(5000)
     write(medium, MIB, data)
     before = bytes(medium.memory[:256])
-    medium.zero([(0, 100), (SIZE - 10, 11)])
+    medium.zero([(0, 100), (SIZE - 10, 11), (SUPERBLOCK_BYTES, 2**40), (2**63, 64)])
     assert bytes(medium.memory[:256]) == before
     medium.zero([(MIB + 100, 4000)])
     assert read(medium, MIB, 5000) == data[:100] + bytes(4000) + data[4100:]

@@ -300,11 +300,14 @@ def test_http_acts_with_the_rights_of_the_request(cluster: Cluster, identities: 
     assert ask("GET", chains, admin) == 200
     assert ask("GET", chains, mine) == 403, "an answer that is kept for the admin"
     assert ask("GET", chains, mine, namespace=OURS) == 200
+    for path in (chains, "/api/v1/events"):
+        assert ask("GET", path, mine, namespace=THEIRS) == 403, path
     assert ask("POST", "/api/v1/find", mine, {"text": k}) == 200, "in its own namespaces"
     node = {"node": cluster.nodes[0].name}
     for who in (mine, observer):
         assert ask("POST", "/api/v1/nodes/drain", who, node) == 403
-    for path in ("/api/v1/status", "/api/v1/nodes", "/api/v1/history", "/metrics"):
+    reads = ("status", "nodes", "history", "fleet", "cluster-events")
+    for path in (*(f"/api/v1/{name}" for name in reads), "/metrics"):
         assert ask("GET", path, observer) == 200, path
         assert ask("GET", path, mine) == 403, path
     without = ssl.create_default_context()

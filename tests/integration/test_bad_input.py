@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,8 @@ import pytest
 from kvstore import PutOutcome
 from kvstore.errors import (
     BatchTooLargeError,
-    BufferMismatchError,
-    InvalidArgumentError,
     InvalidKeyError,
     KVStoreError,
-    MasterUnreachableError,
     ValueTooLargeError,
 )
 from kvstore.limits import BATCH_KEYS_MAX, MATCH_KEYS_MAX
@@ -109,62 +105,6 @@ def test_a_batch_over_the_bound(verbs: Any) -> None:
     told(caught.value, keys=MATCH_KEYS_MAX + 1, keys_max=MATCH_KEYS_MAX)
     assert verbs.match_prefix(keys) == 0
     assert verbs.exists_many(keys[:-1]) == [False] * BATCH_KEYS_MAX
-
-
-def test_chains_that_are_none(verbs: Any) -> None:
-    with pytest.raises(InvalidArgumentError):
-        verbs.put_chain(["a", "b"], [b""])
-    with pytest.raises(InvalidArgumentError):
-        verbs.put("a", b"", parent="a")
-    verbs.put_chain(["a", "b", "c"], [b""] * 3)
-    verbs.remove("a")
-    with pytest.raises(InvalidArgumentError):
-        verbs.put("a", b"", parent="c")
-    assert verbs.put("a", b"") is STORED
-    assert verbs.match_prefix(["a", "b", "c"]) == 3
-
-
-# --- buffers -----------------------------------------------------------------------------------
-
-
-def test_buffers_that_do_not_fit(verbs: Any) -> None:
-    array = np.arange(8, dtype=np.float32)
-    verbs.put("k", array)
-    small = np.zeros(7, np.float32)
-    with pytest.raises(BufferMismatchError) as caught:
-        verbs.get_into("k", small)
-    told(caught.value, size_bytes=32, buffer_bytes=28, key=b"k".hex())
-    assert not small.any()
-    with pytest.raises(BufferMismatchError) as caught:
-        verbs.get_into("k", np.zeros(8, np.int32))
-    told(caught.value, stored="float32", expected="int32")
-    with pytest.raises(BufferMismatchError):
-        verbs.get_into(["k"], [[np.zeros(4, np.float32), np.zeros(4, np.int32)]])
-    assert verbs.get_into("k", np.zeros(8, np.float32)) == [32]
-    assert verbs.get_into("none", np.zeros(1, np.int8)) == [None]
-
-
-# --- a master that is not there ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_master_that_is_not_there(kind: str) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    with either_client(kind, address, timeout_ms=400) as client:
-        attempts: list[Callable[[], object]] = [
-            lambda: client.put("k", b"x"),
-            lambda: client.get("k"),
-            lambda: client.match_prefix(["k"]),
-            client.status,
-        ]
-        for attempt in attempts:
-            started = time.monotonic()
-            with pytest.raises(MasterUnreachableError) as caught:
-                attempt()
-            assert time.monotonic() - started < 2
-            told(caught.value, addresses=address)
-            assert address in str(caught.value)
-            assert "kvstore-master" in caught.value.advice
 
 
 # --- processes that cannot start ---------------------------------------------------------------

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 
 from kvstore.runtime.child_process import start_master
@@ -87,17 +86,6 @@ def test_through_pipes(kv: KV) -> None:
     assert kv("get", "piped") == (0, b"hello", "")
     assert kv("put", "nothing", "-").code == 0
     assert kv("get", "nothing") == (0, b"", "")
-
-
-def test_arrays(kv: KV, tmp_path: Path) -> None:
-    array = np.arange(12, dtype=np.float16).reshape(3, 4)
-    np.save(tmp_path / "in.npy", array)
-    assert kv("put", "array", str(tmp_path / "in.npy"), "--npy").code == 0
-    assert kv("get", "array", "--npy", "-o", str(tmp_path / "out.npy")).code == 0
-    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), array)
-    assert kv("get", "array").out == array.tobytes()
-    found = json.loads(kv("stat", "array", "--json").out)
-    assert found["content"] == {"kind": "numpy", "dtype": "float16", "shape": [3, 4]}
 
 
 def test_a_life_in_a_namespace(kv: KV) -> None:

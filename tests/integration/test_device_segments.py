@@ -17,8 +17,6 @@ import pytest
 
 from kvstore import Client, PutOutcome
 from kvstore.device import drivers
-from kvstore.device.device import Device
-from kvstore.device.memory import DeviceMemory
 from kvstore.errors import NoSpaceError
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from tests.support.cluster import Cluster, Node
@@ -47,22 +45,6 @@ def fake(request: pytest.FixtureRequest) -> Iterator[FakeDriver]:
 def start(cluster: Cluster, **settings: Any) -> Node:
     cluster.master()
     return cluster.node(device=POOLED, **settings)
-
-
-def rows_on(fake: FakeDriver, device: Device, contents: list[bytes]) -> list[DeviceMemory]:
-    """Memory of two runs each, which kernels fill that are queued now."""
-    made = []
-    for data in contents:
-        array = fake.array(len(data))
-
-        def fill(array: Any = array, data: bytes = data) -> None:
-            array[:] = np.frombuffer(data, np.uint8)
-
-        fake.launch(fill)
-        at, first = array.ctypes.data, len(data) // 3
-        addresses, sizes = np.array([at, at + first]), np.array([first, len(data) - first])
-        made.append(DeviceMemory(device, addresses, sizes, [fake.record_event()], array))
-    return made
 
 
 def memory_of(node: Node) -> Path:
@@ -100,25 +82,6 @@ def test_values_come_back(cluster: Cluster, transport: str) -> None:
     assert client.get_many(keys) == blocks
     assert used_transports(client) == {"device" if transport == "shm" else "tcp"}
     assert node.entry.stat().st_size == SUPERBLOCK_BYTES
-
-
-@TRANSPORTS
-def test_values_of_a_device_come_back(cluster: Cluster, transport: str, fake: FakeDriver) -> None:
-    start(cluster, memory="64MiB")
-    contents = [os.urandom(size) for size in (3, 5_000, 300_000, 2 << 20, 300_001)]
-    keys = [f"block-{number}" for number in range(len(contents))]
-    for verify in ("payload", "header"):
-        client = cluster.client(transports=(transport,), verify=verify)
-        device = client.device(fake.name)
-        values = rows_on(fake, device, contents)
-        assert set(client.put_chain(keys, values, namespace=verify)) == {STORED}
-        assert client.match_prefix(keys, namespace=verify) == len(keys)
-        assert client.get_many(keys, namespace=verify) == contents
-        targets = rows_on(fake, device, [bytes(len(data)) for data in contents])
-        client.get_into(keys, targets, namespace=verify)
-        for target, data in zip(targets, contents, strict=True):
-            assert target.keep.tobytes() == data  # type: ignore[attr-defined]
-        fake.finish()
 
 
 @TRANSPORTS

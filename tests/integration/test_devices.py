@@ -166,17 +166,6 @@ def test_memory_that_names_its_moments_waits_for_nothing_else(on: DeviceFixture)
     on.check()
 
 
-def test_tensors_of_a_device_come_back_there(on: DeviceFixture) -> None:
-    values = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
-    on.client.put("k", values)
-    got = on.client.get("k", device=NAME)
-    assert isinstance(got, torch.Tensor)
-    assert got.data_ptr() in on.fake.memory
-    assert (got.dtype, got.shape) == (torch.bfloat16, (2, 3))
-    assert torch.equal(got, values)
-    assert on.client.get("missing", device=NAME) is None
-
-
 def test_many_values_come_back_on_a_device(on: DeviceFixture) -> None:
     on.client.put_many(
         [("a", b"abc"), ("b", b""), ("c", np.array([[1.5]], np.float32)), ("e", torch.empty(0, 3))]

@@ -1,11 +1,10 @@
-"""Who belongs to whom: clusters beside each other, clocks, and memory that was left."""
+"""Who belongs to whom: clusters beside each other, and memory that was left."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from kvstore import Client
 from kvstore.errors import ClusterMismatchError
 from kvstore.memory.shm_entries import left_overs
 from kvstore.runtime.host import SHM_DIRECTORY
-from tests.support.cluster import MASTER, NODE, SHORT, Cluster, Node, unique_name
+from tests.support.cluster import MASTER, NODE, Cluster, Node, unique_name
 from tests.support.processes import KVSTORE, Server, flags_of, free_port, run_python
 from tests.support.wait import until
 
@@ -137,40 +136,6 @@ def test_a_cluster_that_gets_a_name_keeps_its_memory_also_where_it_moves(cluster
         until(lambda: cluster.client().get("key") == b"value")
         assert node.terminate() == 0
     node.entry.unlink()
-
-
-# --- clocks ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lives_on", [True, False], ids=["node lives on", "node restarts"])
-def test_a_clock_that_is_put_back_loses_nothing(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, lives_on: bool
-) -> None:
-    cluster.settings |= SHORT
-    cluster.master()
-    node = cluster.node()
-    cluster.client().put("key", b"value")
-    epoch = cluster.status().epoch
-    cluster.master_server.kill()
-    if not lives_on:
-        node.kill()
-
-    monkeypatch.setenv("OFFSET_MS", str(-3_600_000))
-    server = cluster.launch("tests.integration.of_another_day", cluster.settings)
-    cluster.master_server = server
-    server.line("listening on")
-    started = time.monotonic()
-    if not lives_on:
-        cluster.node(name=node.name)
-    with Client(cluster.address) as client:
-        until(lambda: client.get("key") == b"value")
-        assert time.monotonic() - started < 30
-        client.put("later", b"value", wait_ms=8_000)
-        assert client.get("later") == b"value"
-        assert client.status().epoch > epoch
-    assert server.errors.count("epoch_superseded") == 1
-    for log in (node.errors, server.errors):
-        assert log.count("\n") < 40, "no flood"
 
 
 # --- memory that was left ----------------------------------------------------------------------

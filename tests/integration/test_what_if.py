@@ -29,13 +29,6 @@ def what_ifs_of(master: int) -> list[int]:
     return found
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs: a zombie has no command line."""
-    with contextlib.suppress(OSError):
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
-    return False
-
-
 def test_a_master_estimates_what_other_memory_would_find(tmp_path: Path, browser: Browser) -> None:
     port = free_port()
     with Cluster(tmp_path, settings={"http_port": port}) as store:
@@ -73,19 +66,3 @@ def test_a_master_estimates_what_other_memory_would_find(tmp_path: Path, browser
         os.kill(child, signal.SIGKILL)
         until(lambda: not client.status().what_if)
         client.match_prefix(["0-0"])  # the master goes on
-
-
-def test_the_child_ends_with_a_master_that_is_killed(tmp_path: Path) -> None:
-    with Cluster(tmp_path) as store:
-        store.start(memory="8MiB")
-        client = store.client()
-        client.put("a", b"value")
-
-        def children() -> list[int]:
-            client.match_prefix(["a"])
-            return what_ifs_of(store.master_server.pid)
-
-        (child,) = until(children)
-        store.master_server.kill()
-        until(lambda: not is_alive(child))
-        store.master()

@@ -6,18 +6,15 @@ import contextlib
 import random
 import socket
 import ssl
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.stream import ConnectionEndedError, StalledError
-from kvstore.security.certificates import CertificateRequest
-from kvstore.security.tls_stream import BUSY, TlsError, TlsStream
+from kvstore.security.tls_stream import TlsStream
 from tests.support.encryption import TlsEndpoints
-from tests.support.identities import ENGINE, MASTER
 
 MIB = 1 << 20
 SIZES = [0, 1, 5, (16 << 10) - 1, 16 << 10, (16 << 10) + 1, 128 << 10, MIB + 3]
@@ -94,62 +91,6 @@ def test_bytes_that_nobody_has_asked_for_are_noticed(ends: TlsEndpoints) -> None
         assert not client.is_idle(), "the rest is decrypted already"
 
 
-def test_each_end_sees_who_the_other_is(ends: TlsEndpoints) -> None:
-    with pair(ends) as (client, node):
-        assert ends.client().accepts(client.certificate, "n")
-        assert ends.node().accepts(node.certificate)
-
-
-class Between:
-    """Hands bytes on from one socket to another, and changes what it is told to."""
-
-    def __init__(self, change: Callable[[bytes], bytes]) -> None:
-        """``change``: of each piece from the node to the client."""
-        self.client, self._left = connected()
-        self._right, self.node = connected()
-        self._threads = [
-            threading.Thread(target=self._hand_on, args=(self._left, self._right, bytes)),
-            threading.Thread(target=self._hand_on, args=(self._right, self._left, change)),
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _hand_on(
-        self, one: socket.socket, other: socket.socket, change: Callable[[bytes], bytes]
-    ) -> None:
-        with contextlib.suppress(OSError):
-            while some := one.recv(64 << 10):
-                other.sendall(change(some))
-            other.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        for thread in self._threads:
-            thread.join()
-        self._left.close()
-        self._right.close()
-
-
-def test_a_changed_byte_is_an_error_and_lands_nowhere(ends: TlsEndpoints) -> None:
-    changes = False
-
-    def change(some: bytes) -> bytes:
-        return some[:50] + bytes([some[50] ^ 1]) + some[51:] if changes else some
-
-    between = Between(change)
-    client, node = both(ends, between.client, between.node)
-    node.send([b"a" * 1000], soon())
-    assert received(client, 1000) == [b"a" * 1000]
-    changes = True
-    node.send([b"b" * 1000], soon())
-    into = bytearray(1000)
-    with pytest.raises(TlsError, match=r"bad record mac|record layer failure"):
-        client.receive([memoryview(into)], soon())
-    assert into == bytes(1000)
-    client.close()
-    node.close()
-    between.close()
-
-
 @pytest.mark.parametrize("how", ["closed", "announced"])
 def test_an_end_within_a_message(ends: TlsEndpoints, how: str) -> None:
     """Also one that TLS announces, which some programs do: it is no reason to ask for ever."""
@@ -178,47 +119,3 @@ def test_a_call_that_waits_is_woken_by_a_shutdown(ends: TlsEndpoints) -> None:
 def test_a_peer_that_takes_nothing_stalls_the_sender(ends: TlsEndpoints) -> None:
     with pair(ends) as (client, _), pytest.raises(StalledError):
         client.send([bytes(32 * MIB)], soon(0.2))
-
-
-def test_a_handshake_that_stalls_ends_by_its_deadline(ends: TlsEndpoints) -> None:
-    one, two = connected()
-    with one:
-        node = ends.node().stream(two)
-        one.sendall(b"\x16\x03\x01")
-        started = uptime()
-        with pytest.raises(StalledError):
-            node.begin(soon(0.1))
-        assert uptime() - started < 5
-        node.close()
-
-
-@pytest.mark.parametrize(
-    ("answer", "says"), [(b"KVdt\1\0\0\0", "does not speak TLS"), (BUSY, "internal error")]
-)
-def test_an_answer_without_a_handshake(ends: TlsEndpoints, answer: bytes, says: str) -> None:
-    one, two = connected()
-    with two:
-        two.sendall(answer)
-        client = ends.client().stream(one, 5.0)
-        with pytest.raises(TlsError, match=says) as caught:
-            client.begin(soon())
-        assert caught.value.is_plain == (answer != BUSY)
-        assert caught.value.is_busy == (answer == BUSY)
-        client.close()
-
-
-@pytest.mark.parametrize(
-    ("wanted", "says"), [(ENGINE, "unsuitable certificate purpose"), (MASTER, "hostname mismatch")]
-)
-def test_another_role_is_no_node(ends: TlsEndpoints, wanted: CertificateRequest, says: str) -> None:
-    one, two = connected()
-    liar = TlsStream(two, ends.credentials(wanted).server())
-    client = ends.client().stream(one, 5.0)
-    with ThreadPoolExecutor(1) as pool:
-        answers = pool.submit(liar.begin, soon())
-        with pytest.raises(TlsError, match=says):
-            client.begin(soon())
-        with pytest.raises(TlsError):
-            answers.result()
-    client.close()
-    liar.close()

@@ -477,6 +477,18 @@ def test_a_new_generation_ends_a_write_without_a_fence(
         assert first is TransferStatus.UNMOUNTED
 
 
+@pytest.mark.parametrize("op", list(Op))
+def test_a_request_under_an_older_generation_is_refused(
+    server: DataServer, segment: OwnedSegment, op: Op
+) -> None:
+    """Also before the node has ended the connection."""
+    with greeted(server, segment) as sock:
+        segment.bump_generation()
+        sock.sendall(pack_request(op, [(8192, 1)]) + (b"x" if op is Op.WRITE else b""))
+        assert status(sock) is TransferStatus.UNMOUNTED
+    assert segment.memory[8192] == 0
+
+
 def test_stopping_ends_everything_and_twice_is_once(segment: OwnedSegment) -> None:
     server = DataServer([segment], "127.0.0.1")
     server.start()
