@@ -181,8 +181,8 @@ def test_a_wipe_is_of_one_version(medium: Medium) -> None:
     placed = [SUPERBLOCK_BYTES, MIB, 2 * MIB]
     for counter, offset in enumerate(placed):
         put(medium, offset, counter)
-    outside = [0, -1024, SIZE, MIB + 1024]
-    assert medium.wipe(outside, [1] * 4, [0, 0, 0, 1]) == 0
+    outside = [0, -1024, SIZE, 2**63, MIB + 1024]
+    assert medium.wipe(outside, [1] * 5, [0, 0, 0, 0, 1]) == 0
     assert medium.wipe(placed, [1, 1, 2], [0, 7, 2]) == 1
     assert medium.wipe(placed[:1], [1], [0]) == 0, "again"
     assert offsets(medium) == placed[1:]

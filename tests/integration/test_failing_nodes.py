@@ -1,4 +1,4 @@
-"""A node that fails towards clients, and is there for the master; and chains that lose a node."""
+"""A node that fails towards clients, and is there for the master."""
 
 from __future__ import annotations
 
@@ -14,35 +14,11 @@ from kvstore.runtime.clock import uptime
 from tests.integration.conftest import OF_MASTER, OF_NODE
 from tests.support.cluster import Cluster
 from tests.support.network_namespaces import IsolatedNetwork
-from tests.support.wait import until
 from tests.support.workload import content
 
-STORED, FOUND = PutOutcome.STORED, PutOutcome.FOUND
+STORED = PutOutcome.STORED
 KEYS = [f"key-{number}" for number in range(20)]
 QUICK_S = 0.5
-
-
-def test_descendants_of_what_died_are_whole_again_once_it_is_put_again(cluster: Cluster) -> None:
-    cluster.start(memory="2MiB")
-    small = cluster.nodes[0]
-    client = cluster.client()
-    size = 200_000
-    blocks = [f"block-{number}" for number in range(24)]
-    values = [content(block, size) for block in blocks]
-    client.put_chain(blocks[:8], values[:8])  # fills the small one
-    cluster.node(memory="64MiB")
-    client.put_chain(blocks[8:], values[8:], parent=blocks[7])
-    assert client.match_prefix(blocks) == 24
-    small.kill()
-    until(lambda: cluster.state_of(small) == "gone")
-    lost = [not there for there in client.exists_many(blocks)]
-    assert 4 <= sum(lost) <= 8
-    assert client.match_prefix(blocks) == lost.index(True) == 0, "a match is right about every key"
-    assert client.get(blocks[20]) == values[20], "detached, and there"
-    outcomes = client.put_chain(blocks, values)
-    assert outcomes == [STORED if was_lost else FOUND for was_lost in lost]
-    assert client.match_prefix(blocks) == 24
-    assert client.get_many(blocks) == values
 
 
 @pytest.fixture

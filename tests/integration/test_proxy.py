@@ -283,22 +283,6 @@ def test_a_decoder_without_a_first_byte_is_waited_for_so_long(tmp_path: Path) ->
     play(tmp_path, scenario, decode=2, constants={"decode:FIRST_BYTE_TIMEOUT_S": 0.2})
 
 
-def test_health_checks_find_who_is_ill_and_who_is_well_again(tmp_path: Path) -> None:
-    async def scenario(w: World) -> None:
-        ill, well = w.decoders
-        ill.health_status = 503
-        await w.until_healthy(ill, healthy=False)
-        for _ in range(3):
-            assert (await w.complete())[0] == 200
-        assert (len(ill.calls), len(well.calls)) == (0, 3)
-        ill.health_status = 200
-        await w.until_healthy(ill)
-        assert (await w.complete())[0] == 200
-        assert len(ill.calls) == 1  # chosen longest ago
-
-    play(tmp_path, scenario, decode=2)
-
-
 def test_a_prefix_goes_where_it_went_before(tmp_path: Path) -> None:
     async def scenario(w: World) -> None:
         prompts = {start: [start] * 64 for start in (1, 2)}
