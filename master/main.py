@@ -55,7 +55,7 @@ from kvstore.runtime.clock import uptime
 from kvstore.runtime.etcd.client import Etcd
 from kvstore.runtime.histograms import Histogram
 from kvstore.runtime.host import address_towards, is_loopback, loopback_reason, own_address
-from kvstore.runtime.listeners import EVERY_INTERFACE, accepts_family, local_connect_address
+from kvstore.runtime.listeners import EVERY_INTERFACE, check_family, local_connect_address
 from kvstore.runtime.malloc_tuning import keep_freed_memory
 from kvstore.runtime.tasks import EXIT_BROKEN, start_task
 from kvstore.runtime.watched_files import refused_files, watching
@@ -531,13 +531,7 @@ def _advertised(config: MasterConfig, port: int, place: EtcdPlace) -> str:
     if config.advertise:
         host, given = split_address(config.advertise, default_port=0)
         port = given or port
-        if not accepts_family(config.host, host):
-            raise StartupError(
-                f"advertised address {host} and listen address {config.host} have different "
-                "address families",
-                advice="Listen on ::, or advertise another address.",
-                host=config.host,
-            )
+        check_family(config.host, host)
     elif host in EVERY_INTERFACE:
         host = address_towards(str(place))
     return join_address(host, port)

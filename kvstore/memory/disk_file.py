@@ -45,10 +45,7 @@ from kvstore.runtime.formatting import size_text
 
 log = logging.getLogger("kvstore.node")
 
-FILE: Final = MediumTraits(
-    name="disk", is_opaque=True, survives_process=True, survives_host=True, is_cleared=True,
-    alignment=DISK_ALIGN, read_us=200,
-)  # fmt: skip
+FILE: Final = MediumTraits(name="disk", is_opaque=True, survives_process=True, is_cleared=True)
 
 THREADS: Final = 16
 """Reads and writes of one disk at a time."""

@@ -76,16 +76,8 @@ class MediumTraits(NamedTuple):
     """Clients cannot write to it as to an array: it takes puts, but no allocations."""
     survives_process: bool
     """``attach`` finds the objects after the process was killed."""
-    survives_host: bool
-    """``attach`` finds the objects after the host was restarted."""
     is_cleared: bool
     """New memory holds zeros, not bytes of other processes."""
-    alignment: int = layout.EXTENT_ALIGN
-    """Extents start and end at multiples of this."""
-    block_bytes: int = 1 << 20
-    """The size from which one read or write of the medium is efficient."""
-    read_us: int = 0
-    """The order of magnitude of the latency of a small read on the host."""
 
 
 class Medium(ABC):

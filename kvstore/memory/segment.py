@@ -45,9 +45,7 @@ from kvstore.memory.shm_entries import (
 )
 from kvstore.runtime.host import SHM_DIRECTORY
 
-HOST_MEMORY: Final = MediumTraits(
-    name="", is_opaque=False, survives_process=True, survives_host=False, is_cleared=True
-)
+HOST_MEMORY: Final = MediumTraits(name="", is_opaque=False, survives_process=True, is_cleared=True)
 
 
 class OwnedSegment(Medium):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 _CREATE_RULESET: Final = 444
@@ -50,21 +50,8 @@ def lend(fd: int) -> SharedDescriptors:
     Raises:
         OSError: the file cannot be opened again.
     """
-    opened: list[SharedDescriptors | OSError] = []
-
-    def run() -> None:  # Landlock restricts this thread permanently, and no other
-        try:
-            opened.append(_open(f"/proc/self/fd/{fd}"))
-        except OSError as error:
-            opened.append(error)
-
-    thread = threading.Thread(target=run, name="kvstore-lend")
-    thread.start()
-    thread.join()
-    (result,) = opened
-    if isinstance(result, OSError):
-        raise result
-    return result
+    with ThreadPoolExecutor(1, "kvstore-lend") as thread:  # Landlock restricts it permanently
+        return thread.submit(_open, f"/proc/self/fd/{fd}").result()
 
 
 def _open(path: str) -> SharedDescriptors:

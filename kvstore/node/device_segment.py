@@ -61,9 +61,8 @@ class DeviceSegment(RangeMedium):
         self._base = base
         self._futex = futex
         self.traits = MediumTraits(
-            name=device.name, is_opaque=True, survives_process=False, survives_host=False,
-            is_cleared=False, read_us=50,
-        )  # fmt: skip
+            name=device.name, is_opaque=True, survives_process=False, is_cleared=False
+        )
         self._extents = _OwnRanges(DeviceRanges(device, base))
         self.location = DeviceLocation(device.name, self.shm_name, handle)
 

@@ -61,7 +61,7 @@ from kvstore.runtime.host import (
     loopback_reason,
     places_of,
 )
-from kvstore.runtime.listeners import EVERY_INTERFACE, accepts_family
+from kvstore.runtime.listeners import EVERY_INTERFACE, check_family
 from kvstore.runtime.tasks import EXIT_BROKEN, start_task
 from kvstore.runtime.watched_files import watching
 from kvstore.security.credentials import Credentials
@@ -503,13 +503,7 @@ def _listens_on(config: NodeConfig) -> str:
     if not config.host:
         return towards
     advertised, _ = split_address(_advertised(config, 0), default_port=0)
-    if not accepts_family(config.host, advertised):
-        raise StartupError(
-            f"advertised address {advertised} and listen address {config.host} have different "
-            "address families",
-            advice="Listen on ::, or advertise another address.",
-            host=config.host,
-        )
+    check_family(config.host, advertised)
     only_here = loopback_reason(advertised if config.advertise else config.host)
     if not only_here or is_loopback(towards):
         return config.host

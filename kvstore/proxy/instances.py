@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator
-from types import TracebackType
 from typing import Final, Literal, NamedTuple, Self
 
 from kvstore.proxy.affinity import PrefixAffinity, Prints
@@ -178,12 +177,7 @@ class InFlightRequest:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._undecided_probe:
             self.instance.breaker.on_abandoned()
         self.instance.in_flight -= 1

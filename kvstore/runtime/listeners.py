@@ -6,6 +6,7 @@ import socket
 from ipaddress import ip_address
 from typing import Final
 
+from kvstore.errors import StartupError
 from kvstore.runtime.clock import uptime
 from kvstore.runtime.resolver import RESOLVE_S, resolve
 
@@ -13,7 +14,7 @@ EVERY_INTERFACE: Final = ("", "0.0.0.0", "::")
 """Values of ``--host`` for all interfaces: ``::`` for IPv6 and IPv4, if the host has both."""
 
 
-def listen(host: str, port: int, *, backlog: int = 128) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on ``host:port``.
 
     Args:
@@ -26,12 +27,10 @@ def listen(host: str, port: int, *, backlog: int = 128) -> socket.socket:
     """
     if host in ("", "::"):
         if not _has_ipv6():
-            return socket.create_server(("0.0.0.0", port), backlog=backlog)
-        return socket.create_server(
-            ("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
-        )
+            return socket.create_server(("0.0.0.0", port))
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
     address = resolve(host, port, uptime() + RESOLVE_S)[0]
-    return socket.create_server(address.place, family=address.family, backlog=backlog)
+    return socket.create_server(address.place, family=address.family)
 
 
 def local_connect_address(host: str) -> str:
@@ -41,14 +40,20 @@ def local_connect_address(host: str) -> str:
     return "::1" if host in EVERY_INTERFACE else host
 
 
-def accepts_family(host: str, address: str) -> bool:
-    """Return whether a server that listens on ``host`` accepts connections to ``address``, judged
-    by their address families. Names may have addresses of both."""
+def check_family(host: str, address: str) -> None:
+    """Raise StartupError if a server that listens on ``host`` accepts no connections to the
+    advertised ``address``, judged by their address families. Names may have addresses of both."""
     try:
         wanted, listens = ip_address(address).version, ip_address(host or "::")
     except ValueError:
-        return True
-    return listens.version == wanted or (host in EVERY_INTERFACE and listens.version == 6)
+        return
+    if listens.version != wanted and not (host in EVERY_INTERFACE and listens.version == 6):
+        raise StartupError(
+            f"advertised address {address} and listen address {host} have different address "
+            "families",
+            advice="Listen on ::, or advertise another address.",
+            host=host,
+        )
 
 
 def _has_ipv6() -> bool:

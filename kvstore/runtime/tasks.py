@@ -82,7 +82,6 @@ def start_thread(
     work: Callable[[], object],
     *,
     died: Died | None = None,
-    daemon: bool = True,
 ) -> threading.Thread:
     """Run ``work`` in a thread, which has started when this returns.
 
@@ -96,7 +95,7 @@ def start_thread(
         except BaseException as error:  # noqa: BLE001  # the purpose of this function
             _tell(name, error, died)
 
-    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    thread = threading.Thread(target=run, name=name, daemon=True)
     if not _is_main():
         thread.start()
         return thread
