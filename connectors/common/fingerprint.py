@@ -112,18 +112,15 @@ def weight_files(path: Path) -> list[Path]:
     return loaded or files
 
 
-def files_digest(files: Sequence[Path], remembered: DigestCache | None = None) -> str:
+def files_digest(files: Sequence[Path]) -> str:
     """Return the digest of weight files, independent of their paths: of tensors their names,
     dtypes, shapes and bytes, but not their distribution over safetensors files; of other files
     their names and bytes. See ``contents`` for the duration.
 
-    Args:
-        remembered: digests of unchanged files; None: those of this user's cache.
-
     Raises:
         OSError: a file cannot be read.
     """
-    contents = digest_files(files, remembered or DigestCache(cache_folder(os.environ)))
+    contents = digest_files(files, DigestCache(cache_folder(os.environ)))
     top = os.path.commonpath([file.parent for file in files])
     times = Counter(name for content in contents for name in content.tensors)
     total, others = 0, []

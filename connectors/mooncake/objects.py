@@ -208,20 +208,28 @@ class ObjectAccess:
         self, key: str, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
     ) -> int:
         """Read ranges of an object; return the total bytes read, or a code."""
+        ranges = self.ranges(pointers, sizes, offsets)
+        if isinstance(ranges, Code):
+            return ranges
+        found = self.call(
+            lambda client, ms: client.get_ranges(name_of(key), ranges, timeout_ms=ms),
+            size=sum(sizes),
+        )
+        if isinstance(found, Code):
+            return found
+        return Code.OBJECT_NOT_FOUND if found[0] is None else sum(sizes)
+
+    def ranges(
+        self, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
+    ) -> list[tuple[int, memoryview]] | Code:
+        """Return the offset of each range that is not empty, and its memory; or a code."""
         memory = self.memory(pointers, sizes)
         if isinstance(memory, Code):
             return memory
         if len(offsets) != len(sizes):
             return Code.INVALID_PARAMS
         starts = [offset for offset, size in zip(offsets, sizes, strict=True) if size]
-        ranges = list(zip(starts, memory, strict=True))
-        found = self.call(
-            lambda client, ms: client.get_ranges(name_of(key), ranges, timeout_ms=ms),
-            size=_size(memory),
-        )
-        if isinstance(found, Code):
-            return found
-        return Code.OBJECT_NOT_FOUND if found[0] is None else sum(sizes)
+        return list(zip(starts, memory, strict=True))
 
     def lookup(self, keys: Sequence[str]) -> list[int | None] | Code:
         """Return per key the size of its payload, or None. Objects found are leased."""

@@ -310,23 +310,11 @@ class MooncakeDistributedStore(TensorMethods):
         """Copy each buffer to its offset; return per key the bytes copied, or a code."""
         if not _have_equal_lengths([keys, all_buffer_ptrs, all_sizes, all_dst_offsets]):
             return [Code.INVALID_PARAMS] * len(keys)
+        memories = map(self._objects.ranges, all_buffer_ptrs, all_sizes, all_dst_offsets)
         return [
-            self._write(name, *code)
-            for name, *code in zip(
-                names_of(keys), all_buffer_ptrs, all_sizes, all_dst_offsets, strict=True
-            )
+            ranges if isinstance(ranges, Code) else self._sessions.write(name, ranges)
+            for name, ranges in zip(names_of(keys), memories, strict=True)
         ]
-
-    def _write(
-        self, name: bytes, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
-    ) -> int:
-        memory = self._objects.memory(pointers, sizes)
-        if isinstance(memory, Code):
-            return memory
-        if len(offsets) != len(sizes):
-            return Code.INVALID_PARAMS
-        starts = [offset for offset, size in zip(offsets, sizes, strict=True) if size]
-        return self._sessions.write(name, list(zip(starts, memory, strict=True)))
 
     def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
         """Put the collected objects; return per key 0 or a code. Ends the sessions in any case."""

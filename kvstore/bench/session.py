@@ -196,11 +196,7 @@ class Session:
             )
         most = OBJECTS_MAX if batch == 1 else BATCHES_MAX if op == PUT else READ_BATCHES_MAX
         count = 1 if op == GET_AGAIN else min(most, room)
-        self._rows += 1
-        batches = [
-            [f"{self._name}{self._rows}-{number}-{index}" for index in range(batch)]
-            for number in range(count)
-        ]
+        batches = self._new_keys(count, batch)
         self._free_space(count * batch * size)
         putting = self.driver.work(PUT, batches, size)
         done = 0
@@ -221,6 +217,11 @@ class Session:
         finally:
             self.driver.remove([key for some in batches[:done] for key in some])
 
+    def _new_keys(self, count: int, batch: int) -> list[list[str]]:
+        self._rows += 1
+        row = f"{self._name}{self._rows}"
+        return [[f"{row}-{number}-{index}" for index in range(batch)] for number in range(count)]
+
     def _check_bytes(self, count: int) -> None:
         """Raise InternalError: the last get did not return what was put."""
         same = self.driver.target[:count] == self.driver.source[:count]
@@ -228,13 +229,9 @@ class Session:
 
     def _put_full(self, size: int, batch: int, seconds: float) -> list[float]:
         """Count a rejected batch as not found."""
-        self._rows += 1
         filling = int(self._pool * FULL_PART) // size // batch
         lag = int(self._pool * READ_AFTER) // size // batch
-        batches = [
-            [f"{self._name}{self._rows}-{number}-{index}" for index in range(batch)]
-            for number in range(filling + FULL_BATCHES_MAX)
-        ]
+        batches = self._new_keys(filling + FULL_BATCHES_MAX, batch)
         putting = self.driver.work(PUT, batches, size)
         getting = self.driver.work(GET, batches, size)
         found: list[int] = []
@@ -256,12 +253,8 @@ class Session:
         return samples
 
     def _get_from_disk(self, size: int, batch: int, seconds: float) -> list[float]:
-        self._rows += 1
         count = int(self._pool * DISK_PART) // size // batch
-        batches = [
-            [f"{self._name}{self._rows}-{number}-{index}" for index in range(batch)]
-            for number in range(count)
-        ]
+        batches = self._new_keys(count, batch)
         putting = self.driver.work(PUT, batches, size)
         try:
             for number in range(count):

@@ -81,7 +81,7 @@ def export(
     is_any = False
     opened = ArchiveStore(url, timeout_s, create=True)
     with contextlib.closing(opened) as store, invocation.client() as client:
-        given = _given_namespace(invocation)
+        given = invocation.given_namespace
         for namespace in namespaces_of(client) if given is None else [given]:
             began = time.monotonic()
             if blocks := blocks_of(client, namespace, starts, pinned=pinned):
@@ -113,7 +113,7 @@ def import_(invocation: Invocation, url: str, timeout_s: float) -> int:
         return print_not_found(str(error), as_json=invocation.as_json)
     is_complete = True
     with contextlib.closing(opened) as store:
-        indexes = indexes_of(store, _given_namespace(invocation))
+        indexes = indexes_of(store, invocation.given_namespace)
         if not indexes:
             return print_not_found(f"no such archive in {url}", as_json=invocation.as_json)
         with invocation.client() as client:
@@ -128,10 +128,6 @@ def import_(invocation: Invocation, url: str, timeout_s: float) -> int:
                     _print(invocation, "imported", outcome, began)
                 is_complete &= not (outcome.not_imported or outcome.evicted)
     return 0 if is_complete else EXIT_FAILED
-
-
-def _given_namespace(invocation: Invocation) -> str | None:
-    return invocation.namespace if "namespace" in invocation.given else None
 
 
 def _print(

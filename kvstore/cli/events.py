@@ -62,7 +62,6 @@ def events(
 ) -> None:
     from kvstore.client.sse_client import follow  # not for shell completion
 
-    namespace = invocation.config.namespace if "namespace" in invocation.given else ""
     scheme = "https://" if cacert else ""
     places = [place if "://" in place else scheme + place for place in at] or _leaders(
         invocation, scheme
@@ -77,8 +76,8 @@ def events(
         said = why
 
     for event in follow(
-        places, namespace=namespace, snapshot=snapshot, since=since, token=token, cacert=cacert,
-        auth=invocation.config.auth, failed=failed,
+        places, namespace=invocation.given_namespace or "", snapshot=snapshot, since=since,
+        token=token, cacert=cacert, auth=invocation.config.auth, failed=failed,
     ):  # fmt: skip
         said = ""
         if invocation.as_json:

@@ -61,6 +61,11 @@ class Invocation:
     def namespace(self) -> Namespace:
         return Namespace(self.config.namespace)
 
+    @property
+    def given_namespace(self) -> Namespace | None:
+        """The namespace of this command line; None: it names none."""
+        return self.namespace if "namespace" in self.given else None
+
 
 def client_config(flags: Mapping[str, Any], config_path: str | None) -> ClientConfig:
     """Return the settings of a command with a client. Hides this process's memory if it has an

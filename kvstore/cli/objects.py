@@ -37,7 +37,7 @@ LIST_ROWS_MAX = 1_000
 )
 @click.option("--limit", metavar="N", type=click.IntRange(min=0), help="At most this many; 0: all.")
 def ls(invocation: Invocation, prefix: str, limit: int | None) -> None:
-    namespace = invocation.config.namespace if "namespace" in invocation.given else ""
+    namespace = invocation.given_namespace or ""
     start = key_from_text(prefix) if prefix else b""
     table_wanted = sys.stdout.isatty() and not invocation.as_json
     rows_max = limit if limit is not None else LIST_ROWS_MAX if table_wanted else 0

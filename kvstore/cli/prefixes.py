@@ -33,9 +33,8 @@ KEY_MAX = 24
 @click.option("--count", metavar="N", type=click.IntRange(1, CHAINS_MAX), default=20,
               show_default=True, help="Maximum number of chains.")  # fmt: skip
 def prefixes(invocation: Invocation, count: int) -> None:
-    namespace = invocation.config.namespace if "namespace" in invocation.given else None
     with invocation.client() as client:
-        found = client.chains(namespace, count=count)
+        found = client.chains(invocation.given_namespace, count=count)
         nodes = client.status().nodes_by_segment()
     if invocation.as_json:
         branches = [

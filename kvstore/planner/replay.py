@@ -27,7 +27,7 @@ from kvstore.planner.traces import Trace
 PAYLOAD_BYTES = 2 * DISK_ALIGN - HEADER_BYTES
 """Of each block in the replay; only their number counts."""
 
-EXTENT_BYTES = DISK_EXTENT_BYTES = extent_bytes(PAYLOAD_BYTES)
+EXTENT_BYTES = extent_bytes(PAYLOAD_BYTES)
 
 HEARTBEAT_MS = 400
 START_MS = 20_000
@@ -59,7 +59,6 @@ class Replay:
             writes_per_day: how often the disk may be overwritten, on average; 0: no limit.
         """
         self.hits = 0
-        self.refused_puts = 0
         self.written_blocks = 0
         """To the disk."""
         self._trace = trace
@@ -78,7 +77,7 @@ class Replay:
         )  # fmt: skip
         offers = [offer]
         if disk_blocks:
-            size = SUPERBLOCK_BYTES + disk_blocks * DISK_EXTENT_BYTES
+            size = SUPERBLOCK_BYTES + disk_blocks * EXTENT_BYTES
             disk = offer._replace(
                 size=size, uuid=bytes([1] * 16), shm_name="",
                 disk=calls.DiskLimits(0, int(size * writes_per_day)),
@@ -114,7 +113,6 @@ class Replay:
         for start in range(matched, len(keys), PUT_KEYS_MAX):
             part = keys[start : start + PUT_KEYS_MAX]
             if not self._put(namespace, part, keys[start - 1] if start else None):
-                self.refused_puts += 1
                 break
         self._give_hint(index, namespace, keys)
 
@@ -124,13 +122,16 @@ class Replay:
         reply: object = self._state.asking.find(self._now_ms, request)
         if isinstance(reply, DeferredReply):
             self._work()
-            until_ms = self._now_ms + BRING_WAIT_MS
-            while reply.reply_id not in self._replies and self._now_ms < until_ms:
-                self._advance(self._now_ms + 1)
-            reply = self._replies.pop(reply.reply_id, None)
+            reply = self._wait_for(reply, BRING_WAIT_MS)
         assert isinstance(reply, calls.LookupReply), reply
         found = reply.placements.replicas
         return found.index(0) if 0 in found else len(found)
+
+    def _wait_for(self, deferred: DeferredReply, wait_ms: int) -> object:
+        until_ms = self._now_ms + wait_ms
+        while deferred.reply_id not in self._replies and self._now_ms < until_ms:
+            self._advance(self._now_ms + 1)
+        return self._replies.pop(deferred.reply_id, None)
 
     def _put(self, namespace: Namespace, keys: list[Key], parent: Key | None) -> bool:
         sizes = [PAYLOAD_BYTES] * len(keys)
@@ -144,10 +145,7 @@ class Replay:
             return False
         self._work()
         if isinstance(reply, DeferredReply):
-            until_ms = self._now_ms + PUT_WAIT_MS
-            while reply.reply_id not in self._replies and self._now_ms < until_ms:
-                self._advance(self._now_ms + 1)
-            deferred, reply = reply, self._replies.pop(reply.reply_id, None)
+            deferred, reply = reply, self._wait_for(reply, PUT_WAIT_MS)
             if reply is None:
                 self._state.cancel(deferred.reply_id)
         if not isinstance(reply, calls.Grants):

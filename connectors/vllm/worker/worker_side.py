@@ -518,8 +518,6 @@ def _slice(run: Run, start: int, stop: int) -> Run:
 
 def client_config(config: ConnectorConfig, timeout_ms: int, *, memory: int = 0) -> ClientConfig:
     shared = {name: getattr(config, name) for name in StoreSettings.model_fields}
-    own = {
-        "timeout_ms": timeout_ms, "placements_max": 0,
-        "memory": memory,
-    }  # fmt: skip
-    return ClientConfig(**shared | own)
+    return ClientConfig(
+        **shared | {"timeout_ms": timeout_ms, "placements_max": 0, "memory": memory}
+    )

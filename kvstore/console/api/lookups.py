@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
@@ -40,6 +40,8 @@ REST_S: Final = 2.0
 
 ResultT = TypeVar("ResultT")
 
+NamespaceNames = Annotated[list[str], Field(min_length=1, max_length=NAMESPACES_MAX)]
+
 NodesOf = Callable[[Iterable[int]], Awaitable[Mapping[int, str]]]
 """Returns node names by segment; may contain further segments."""
 
@@ -69,11 +71,8 @@ class MatchRequest(ApiRequest):
     keys: list[HexKey] = Field(
         max_length=BATCH_KEYS_MAX, description="Of a chain, from its root; in hexadecimal."
     )
-    namespaces: list[str] = Field(
-        default=[DEFAULT_NAMESPACE],
-        min_length=1,
-        max_length=NAMESPACES_MAX,
-        description="Where to look; each has an answer of its own.",
+    namespaces: NamespaceNames = Field(
+        default=[DEFAULT_NAMESPACE], description="Where to look; each has an answer of its own."
     )
 
 
@@ -110,11 +109,8 @@ class HintsRequest(ApiRequest):
     key: HexKey | None = Field(
         default=None, description="Last key of the chain that actions without keys are about."
     )
-    namespaces: list[str] = Field(
-        default=[DEFAULT_NAMESPACE],
-        min_length=1,
-        max_length=NAMESPACES_MAX,
-        description="Where each action is carried out.",
+    namespaces: NamespaceNames = Field(
+        default=[DEFAULT_NAMESPACE], description="Where each action is carried out."
     )
 
 

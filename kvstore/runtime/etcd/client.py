@@ -116,15 +116,8 @@ class Etcd:
 
     async def campaign(self, lease_id: int, address: str, deadline: float) -> LeaderEntry:
         """Write ``address`` into the leader's key if there is no leader; return the leader."""
-        key = self.place.leader_key
-        nobody = rpc.Compare(target=rpc.Compare.CREATE, key=key, create_revision=0)
-        put = rpc.PutRequest(key=key, value=address.encode(), lease=lease_id)
-        transaction = rpc.TxnRequest(
-            compare=[nobody],
-            success=[rpc.RequestOp(request_put=put)],
-            failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=key))],
-        )
-        done = await self._call(TXN, transaction, deadline)
+        put = rpc.PutRequest(key=self.place.leader_key, value=address.encode(), lease=lease_id)
+        done = await self._create(put, deadline)
         if done.succeeded:
             return LeaderEntry(address, lease_id, done.header.revision)
         leader = _leader(done.responses[0].response_range)
@@ -135,19 +128,23 @@ class Etcd:
         """Return the cluster name stored under this prefix, or store ``name`` if there is none.
         Empty: neither exists."""
         key = self.place.cluster_key
-        read = rpc.RequestOp(request_range=rpc.RangeRequest(key=key))
         if not name:
-            found = await self._call(RANGE, read.request_range, deadline)
+            found = await self._call(RANGE, rpc.RangeRequest(key=key), deadline)
             return found.kvs[0].value.decode(errors="replace") if found.kvs else ""
-        transaction = rpc.TxnRequest(
-            compare=[rpc.Compare(target=rpc.Compare.CREATE, key=key, create_revision=0)],
-            success=[rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=name.encode()))],
-            failure=[read],
-        )
-        done = await self._call(TXN, transaction, deadline)
+        done = await self._create(rpc.PutRequest(key=key, value=name.encode()), deadline)
         if done.succeeded:
             return name
         return done.responses[0].response_range.kvs[0].value.decode(errors="replace")
+
+    async def _create(self, put: rpc.PutRequest, deadline: float) -> rpc.TxnResponse:
+        """Put a key if it does not exist, else read it."""
+        absent = rpc.Compare(target=rpc.Compare.CREATE, key=put.key, create_revision=0)
+        transaction = rpc.TxnRequest(
+            compare=[absent],
+            success=[rpc.RequestOp(request_put=put)],
+            failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=put.key))],
+        )
+        return await self._call(TXN, transaction, deadline)
 
     async def watch_for_end(self, revision: int, deadline: float) -> bool:
         """Wait until the leader's key changes after ``revision``; return False at the deadline."""
