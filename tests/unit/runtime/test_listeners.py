@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from contextlib import nullcontext
 
 import pytest
 
@@ -41,5 +40,8 @@ def test_a_server_on_every_interface_is_reached_by_loopback() -> None:
     ],
 )
 def test_what_a_server_hears(host: str, address: str, heard: bool) -> None:
-    with nullcontext() if heard else pytest.raises(StartupError, match="address families"):
+    if heard:
+        check_family(host, address)
+        return
+    with pytest.raises(StartupError, match="address families"):
         check_family(host, address)
