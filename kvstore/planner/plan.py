@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pkgutil import resolve_name
 from typing import Final, NamedTuple
 
 from kvstore.calls.tenants import TenantRule
 from kvstore.config.servers import EVICTION_POLICIES
+from kvstore.errors import InternalError
 from kvstore.planner.hint_model import HintModel
 from kvstore.planner.traces import Trace
+from kvstore.runtime.child_process import end_with_parent
 from kvstore.runtime.formatting import size_text
 
 BEST: Final = "best possible"
@@ -67,7 +72,11 @@ class _Found(NamedTuple):
 def run_plan(
     trace: Trace, plan: Plan, on_progress: Callable[[int, int], None] = lambda _done, _all: None
 ) -> list[PlanRow]:
-    """Replay the trace for each memory, policy and model of hints, on all processors."""
+    """Replay the trace for each memory, policy and model of hints, on all processors.
+
+    Raises:
+        InternalError: a process was killed.
+    """
     from kvstore.planner.replay import next_uses_of  # here, because it imports numpy
 
     sampled = trace if plan.rate == 1 else trace.sample(plan.rate)
@@ -79,12 +88,17 @@ def run_plan(
     ]
     found: list[_Found] = []
     # Forked processes inherit the trace: as an argument it would be copied for every cell.
-    with multiprocessing.get_context("fork").Pool(
-        initializer=_inherit, initargs=(sampled, plan.tenants, next_uses_of(sampled))
-    ) as pool:
-        for each in pool.imap(_replay, cells):
-            found.append(each)
-            on_progress(len(found), len(cells))
+    inherited = os.getpid(), sampled, plan.tenants, next_uses_of(sampled)
+    try:
+        with ProcessPoolExecutor(None, get_context("fork"), _inherit, inherited) as pool:
+            for each in pool.map(_replay, cells):
+                found.append(each)
+                on_progress(len(found), len(cells))
+    except BrokenProcessPool:
+        raise InternalError(
+            "a process of the replay was killed, perhaps for lack of memory",
+            advice="Replay a sample (--sample).",
+        ) from None
     # The correction of SHARDS: a sample with too many accesses has found too many blocks.
     expected = trace.accesses * plan.rate
     surplus = expected - sampled.accesses
@@ -120,8 +134,9 @@ _inherited: tuple[Trace, Sequence[TenantRule] | None, list[list[int]]]
 
 
 def _inherit(
-    trace: Trace, tenants: Sequence[TenantRule] | None, next_uses: list[list[int]]
+    parent: int, trace: Trace, tenants: Sequence[TenantRule] | None, next_uses: list[list[int]]
 ) -> None:
+    end_with_parent(parent)
     global _inherited  # noqa: PLW0603  # the initializer of a process
     _inherited = trace, tenants, next_uses
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from click.testing import CliRunner
 
 from kvstore.calls import HintAction
 from kvstore.cli.main import cli
-from kvstore.errors import InvalidArgumentError
+from kvstore.errors import InternalError, InvalidArgumentError
 from kvstore.master.state.eviction import LruPolicy
 from kvstore.planner.hint_model import HintModel
 from kvstore.planner.plan import BEST, Plan, as_svg, knee_of, run_plan
@@ -199,6 +201,18 @@ def test_the_knee_is_the_first_size_with_nine_tenths_of_the_hits(trace: Trace) -
     assert knee.hits["lru"] >= 0.9 * rows[-1].hits["lru"]
     assert all(row.hits["lru"] < 0.9 * rows[-1].hits["lru"] for row in rows[: rows.index(knee)])
     assert as_svg(rows, ["lru", BEST]).count("<polyline") == 2
+
+
+def die(_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_ends_the_replay(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.planner.plan._replay", die)
+    with pytest.raises(InternalError, match="was killed"):
+        run_plan(trace, Plan([20, 40], 1, ["lru"]))
 
 
 def test_a_disk_finds_what_its_size_in_memory_would_find(trace: Trace, tmp_path: Path) -> None:
