@@ -22,7 +22,7 @@ def test_cheap(): pass
 
 def test_unsteady(): spends(0.12)
 
-def test_dear(): spends(0.3)
+def test_dear(): spends(0.5)
 
 @pytest.mark.slow
 def test_slow(): spends(0.3)
