@@ -382,7 +382,8 @@ def attempts(
                     raise _unreachable(link, reasons, failures, clock() - started) from None
                 raise
             failures += 1
-            reasons[address or link.shown] = refusal.message
+            if clock() < deadline or not reasons:  # an attempt that was cut short says less
+                reasons[address or link.shown] = refusal.message
             link.next_address(address)
             pause_s = link.backoff_s(failures)
         left_s = deadline - clock()

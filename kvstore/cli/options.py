@@ -243,6 +243,11 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
         _forget(sys.stdout)
         click.echo(f"{name}: standard output: {error.strerror}", err=True)
         code = code or EXIT_FAILED
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except OSError:  # an error that nobody reads
+        _forget(sys.stderr)
     sys.exit(code)
 
 

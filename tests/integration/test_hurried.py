@@ -136,7 +136,11 @@ def hurried(store: Cluster, circumstance: str, environment: str) -> dict[str, Re
          "kvstore.cli.tables", "kvstore.client.drain", *late],
         input=json.dumps(asked), capture_output=True, text=True, timeout=300, check=False, cwd=ROOT,
         env={
-            **{name: value for name, value in os.environ.items() if name != "COLUMNS"},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if name not in ("COLUMNS", "PYTHONUNBUFFERED")
+            },
             **ENVIRONMENTS[environment], "KVSTORE_MASTER": store.address, "KVSTORE_CONFIG": "",
         },
     )  # fmt: skip
