@@ -261,9 +261,11 @@ class SchedulerLogic:
         reported. Of windows it may have only the last one, so they are left out."""
         request, runs = tracked.request, list[Run]()
         for run in self._groups.objects(hashes, None, 0, tokens, tokens):
+            if run.group in self._groups.windows:
+                continue
             known = (self._events.is_reported((run.group, key)) for key in run.keys)
             first = next((index for index, is_known in enumerate(known) if not is_known), None)
-            if first is not None and run.group not in self._groups.windows:
+            if first is not None:
                 parent = run.keys[first - 1] if first else run.parent
                 runs.append(
                     Run(run.group, run.keys[first:], [], run.first + first, parent, run.each)
