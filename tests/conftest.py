@@ -85,14 +85,9 @@ def pytest_report_header() -> str:
     return f"hypothesis profile: {PROFILE}"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record-costs", action="store_true", help=f"write {costs.FILE.name}")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """A run begins, or a worker of pytest-xdist."""
-    strict, record = os.environ.get("CI") == "true", bool(config.getoption("record_costs"))
-    config.pluginmanager.register(costs.Costs(strict=strict, record=record))
+    config.pluginmanager.register(costs.Costs(strict=os.environ.get("CI") == "true"))
     if not private_shm.give_process_its_own_shared_memory():
         leaks.ignore_shared_memory()
 

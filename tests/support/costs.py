@@ -3,31 +3,31 @@ started and waited for. What fixtures cost counts in the sum alone: the first ca
 shared one is another one in each run.
 
 ``make test`` runs the cases that are not marked ``slow``, and stays quick by itself: where
-``CI=true``, a case without the mark that costs more than ``QUICK_S`` fails. The clock plays no
-part, but a virtual machine counts the time that others take from its processors: equal cases have
-cost up to six times as much. So a case that was recorded as cheap may cost four times the bound in
-one run. ``--record-costs`` writes ``costs.json``, which says what a case cost when it was recorded.
+``CI=true``, a case without the mark that costs more than twice its bound fails. The clock plays no
+part. A virtual machine counts the time that others take from its processors, so a case is judged by
+what its processor could do at that time: ``slowness`` is measured after it.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import time
 from collections.abc import Generator
-from pathlib import Path
 from typing import Final
 
 import pytest
 
 QUICK_S: Final = 1.5
+"""On a processor of slowness 1."""
 OF_SUITE_S: Final = {"stories": 5.0}
 """A story starts a store of its own, half a second a process."""
-UNSTEADY: Final = 4.0
-"""How many times its bound a case may cost in one run, unless it was recorded above the bound."""
-RECORDED_S: Final = 0.5
-"""Cheaper cases are not in the file."""
+UNSTEADY: Final = 2.0
+"""How many times its bound a case may cost in one run: equal ones differ by half."""
 SHOWN: Final = 10
-FILE: Final = Path(__file__).with_name("costs.json")
+
+LOOPS: Final = 5_000_000
+LOOPS_S: Final = 0.055
+"""What so many loops of ``sum`` cost on a processor of slowness 1."""
 
 
 def spent() -> float:
@@ -35,22 +35,22 @@ def spent() -> float:
     return sum(os.times()[:4])
 
 
-def recorded() -> dict[str, float]:
-    costs: dict[str, float] = json.loads(FILE.read_text())
-    return costs
+def slowness() -> float:
+    """How many times longer than usual a loop takes now; at least 1."""
+    began = time.process_time()
+    sum(range(LOOPS))
+    return max(1.0, (time.process_time() - began) / LOOPS_S)
 
 
 class Costs:
     """A plugin of pytest: each worker measures, the process that started them adds up."""
 
-    def __init__(self, *, strict: bool, record: bool) -> None:
+    def __init__(self, *, strict: bool) -> None:
         """
         Args:
             strict: too dear a case fails.
-            record: into the file, at the end.
         """
         self._strict = strict
-        self._record = record
         self._costs: dict[str, float] = {}
         self._sum = 0.0
         self._spent = 0.0
@@ -80,33 +80,25 @@ class Costs:
             self._costs[report.nodeid] = cost
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        before = recorded()
         terminalreporter.section("costs")
-        terminalreporter.line(f"{self._sum:.0f} s of processor time in all")
+        terminalreporter.line(
+            f"{self._sum:.0f} s of processor time in all, slowness now {slowness():.1f}"
+        )
         for case in sorted(self._costs, key=self._costs.__getitem__, reverse=True)[:SHOWN]:
-            was = f"{before[case]:.1f} s" if case in before else f"under {RECORDED_S} s"
-            terminalreporter.line(f"{self._costs[case]:6.1f} s  {case}  (recorded: {was})")
-        if self._record:
-            self._write(before)
-
-    def _write(self, before: dict[str, float]) -> None:
-        """Keeps what is in the file of cases that have not run."""
-        costs = {case: cost for case, cost in before.items() if case not in self._costs}
-        costs |= {case: cost for case, cost in self._costs.items() if cost >= RECORDED_S}
-        rounded = {case: round(costs[case], 1) for case in sorted(costs)}
-        FILE.write_text(json.dumps(rounded, indent=0) + "\n")
+            terminalreporter.line(f"{self._costs[case]:6.1f} s  {case}")
 
 
 def too_dear(item: pytest.Item, cost: float) -> str:
     """Why a case may not cost so much; empty: it may."""
     marks = {mark.name for mark in item.iter_markers()}
     bound = next((OF_SUITE_S[name] for name in marks & OF_SUITE_S.keys()), QUICK_S)
-    if cost <= bound or "slow" in marks:
-        return ""
-    was = recorded().get(item.nodeid, RECORDED_S)
-    if was <= bound and cost <= UNSTEADY * bound:
+    if (
+        "slow" in marks
+        or cost <= UNSTEADY * bound
+        or cost <= UNSTEADY * bound * (now := slowness())
+    ):
         return ""
     return (
-        f"{item.nodeid} cost {cost:.1f} s of processor time ({was} s when it was recorded), and "
-        f"one that is not marked slow may cost {bound} s: see tests/support/costs.py"
+        f"{item.nodeid} cost {cost:.1f} s of processor time at a slowness of {now:.1f}, and one "
+        f"that is not marked slow should cost {bound} s at most: see tests/support/costs.py"
     )

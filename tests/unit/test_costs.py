@@ -30,20 +30,20 @@ def test_slow(): spends(0.3)
 
 PROGRAM = (
     "import sys, pytest; from tests.support import costs;"
-    "costs.QUICK_S = 0.1; costs.RECORDED_S = 0.05;"
-    "sys.exit(pytest.main(sys.argv[2:],"
-    " plugins=[costs.Costs(strict=sys.argv[1] == 'CI', record=False)]))"
+    "costs.QUICK_S = 0.1; costs.slowness = lambda: float(sys.argv[1]);"
+    "sys.exit(pytest.main(sys.argv[2:], plugins=[costs.Costs(strict=True)]))"
 )
 
 
-@pytest.mark.parametrize(("where", "failed"), [("CI", {"test_dear"}), ("", set())])
-def test_a_dear_case_fails_in_ci(tmp_path: Path, where: str, failed: set[str]) -> None:
+@pytest.mark.parametrize(("slowness", "failed"), [(1, {"test_dear"}), (9, set())])
+def test_a_dear_case_fails_in_ci(tmp_path: Path, slowness: int, failed: set[str]) -> None:
     (tmp_path / "test_some.py").write_text(CASES)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n")
-    command = [sys.executable, "-c", PROGRAM, where, "-p", "no:cacheprovider", str(tmp_path)]
+    arguments = [str(slowness), "-p", "no:cacheprovider", str(tmp_path)]
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=root,
+        [sys.executable, "-c", PROGRAM, *arguments],
+        capture_output=True, text=True, check=False, cwd=root,
         env=os.environ | {"PYTHONPATH": str(root)},
     )  # fmt: skip
     said = [line.split("::")[1].split()[0] for line in done.stdout.splitlines() if "FAILED" in line]
