@@ -479,9 +479,9 @@ class Client:
                 of the batch may be filled.
             InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
-        targets = validation.per_key(keys, buffers, "buffers")
+        checked, memory = validation.per_key(keys, buffers, "buffers")
         options = GetOptions(self._namespace(namespace), timeout_ms=timeout_ms)
-        return self._run(get.get_into(self._context, targets, options, stream), timeout_ms)
+        return self._run(get.get_into(self._context, checked, memory, options, stream), timeout_ms)
 
     def get_ranges(
         self,
@@ -506,13 +506,10 @@ class Client:
             BufferMismatchError: a range ends beyond its value, or a buffer cannot be filled.
             InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
-        targets = [
-            get.ObjectParts(key, validation.parts(parts))
-            for key, parts in validation.per_key(keys, ranges, "lists of ranges")
-        ]
+        checked, each = validation.per_key(keys, ranges, "lists of ranges")
+        targets = get.ObjectParts(checked, [validation.parts(parts) for parts in each])
         validation.check_no_overlap(
-            [parts.key for parts in targets],
-            [[view for _, view in parts.ranges] for parts in targets],
+            checked, [[view for _, view in parts] for parts in targets.ranges]
         )
         space = self._namespace(namespace)
         return self._run(get.get_ranges(self._context, space, targets, timeout_ms), timeout_ms)

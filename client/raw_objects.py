@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.calls import PutOutcome
-from kvstore.client.flows.read_objects import ReadTarget, read
+from kvstore.client.flows.read_objects import NewMemory, read
 from kvstore.client.flows.write_objects import Items, write
 from kvstore.limits import Key
 
@@ -22,12 +22,11 @@ class RawObject(NamedTuple):
 
 def get_raw(client: Client, namespace: str, keys: Sequence[Key]) -> list[RawObject]:
     """Return those of the objects that exist, verified as by ``Client.get``."""
-    targets = [ReadTarget(key) for key in keys]
+    targets = NewMemory(keys)
     client._run(read(client._context, client._namespace(namespace), targets))
     return [
-        RawObject(target.key, target.descriptor, memoryview(target.room))  # type: ignore[arg-type]
-        for target in targets
-        if target.descriptor is not None and target.room is not None
+        RawObject(key, descriptor, memoryview(payload))  # type: ignore[arg-type]
+        for key, descriptor, payload in filter(None, targets.found())
     ]
 
 

@@ -182,16 +182,16 @@ def rows(name: str, values: object) -> Sequence[object]:
         raise InvalidArgumentError(f"{name} is a sequence: {error}") from None
 
 
-def per_key(keys: object, given: object, what: str) -> Iterable[tuple[Key, Any]]:
-    """Pair each key with its argument; ``keys`` may also be a single key."""
+def per_key(keys: object, given: object, what: str) -> tuple[Sequence[Key], Sequence[Any]]:
+    """Return the keys and the argument of each; ``keys`` may also be a single key."""
     if isinstance(keys, str | bytes):
-        return [(check_key(keys), given)]
+        return [check_key(keys)], [given]
     checked, each = key_list(keys), rows(what, given)
     if len(each) != len(checked):
         raise InvalidArgumentError(
             f"{len(checked)} keys and {len(each)} {what}", advice="Give one for each key."
         )
-    return zip(checked, each, strict=True)
+    return checked, each
 
 
 def parts(ranges: Sequence[Range]) -> list[tuple[int, memoryview]]:
@@ -220,7 +220,8 @@ def check_no_overlap(keys: Sequence[Key], payloads: Sequence[Payload]) -> Device
         BufferMismatchError: a buffer is a view of the pool, or on another device than the first.
     """
     on_device = [payload for payload in payloads if not isinstance(payload, list)]
-    host = [view for payload in payloads if isinstance(payload, list) for view in payload]
+    lists = [payload for payload in payloads if isinstance(payload, list)]
+    host = list(itertools.chain.from_iterable(lists))
     devices: set[Device | None] = {memory.device for memory in on_device if memory}
     if len(devices) + bool(host) > 1:
         raise BufferMismatchError(

@@ -39,6 +39,7 @@ from kvstore.errors import (
     UnsupportedValueError,
 )
 from kvstore.memory.header import DESCRIPTOR_BYTES_MAX
+from kvstore.native import steps
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +103,6 @@ class EncodedBatch(NamedTuple):
 
 
 _DIMENSIONS_MAX: Final = 64
-_UINT8 = np.dtype(np.uint8)
 
 
 def encode_all(values: Sequence[Storable], on_devices: ClientDevices | None = None) -> EncodedBatch:
@@ -111,15 +111,13 @@ def encode_all(values: Sequence[Storable], on_devices: ClientDevices | None = No
     parts: list[Payload] = []
     descriptors: list[bytes] = []
     devices: set[Device] = set()
-    for value in values:
-        if type(value) is np.ndarray and value.dtype is _UINT8:  # a fast path: usual for engines
-            data = memoryview(value)  # type: ignore[arg-type]
-            size = len(data) if data.ndim == 1 and data.c_contiguous else 0
-            if size:
-                sizes.append(size)
-                parts.append([data])
-                descriptors.append(_flat_array(size))
-                continue
+    for value, view in zip(values, steps.flat_views(np.ndarray, values, False), strict=True):
+        if view is not None:  # usual for engines
+            size = len(view)
+            sizes.append(size)
+            parts.append([view])
+            descriptors.append(_flat_array(size))
+            continue
         descriptor, own = encode(value, on_devices)
         descriptors.append(descriptor)
         parts.append(own)
@@ -208,14 +206,21 @@ def _encode_list(values: Sequence[Storable], on_devices: ClientDevices | None) -
     return EncodedValue(_describe("bytes", "", ()), host)
 
 
+def all_writable(
+    buffers: Sequence[Buffer | Sequence[Buffer]], on_devices: ClientDevices
+) -> tuple[list[Payload], list[str]]:
+    """Return ``as_writable`` of each, in columns."""
+    views = steps.flat_views(np.ndarray, buffers, True)
+    if None not in views:  # usual for engines
+        return [[view] for view in views], [""] * len(views)  # type: ignore[list-item]
+    each = [as_writable(buffer, on_devices) for buffer in buffers]
+    return [payload for payload, _ in each], [dtype for _, dtype in each]
+
+
 def as_writable(
     buffers: Buffer | Sequence[Buffer], on_devices: ClientDevices
 ) -> tuple[Payload, str]:
     """As ``writable``; also accepts memory that is all on one device."""
-    if type(buffers) is np.ndarray and buffers.dtype is _UINT8:  # as in ``encode_all``
-        data = memoryview(buffers)  # type: ignore[arg-type]
-        if data.ndim == 1 and data.c_contiguous and not data.readonly and data:
-            return [data], ""
     several = buffers if isinstance(buffers, list | tuple) else [buffers]
     first = several[0] if several else None
     is_elsewhere = _torch_of(first) is not None and first.device.type != "cpu"  # type: ignore[union-attr]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows import views
 from kvstore.client.flows.device_io import DeviceReads, ready
-from kvstore.client.flows.location_cache import LeasedLocation, Replica
-from kvstore.client.flows.object_transfers import ObjectReads, ReadRequest
+from kvstore.client.flows.location_cache import LeasedLocation
+from kvstore.client.flows.object_transfers import ObjectReads
 from kvstore.client.flows.read_objects import (
+    CallerMemory,
     GetOptions,
-    ReadTarget,
+    ReadGroup,
+    ReadTargets,
     look_up_to_read,
     read,
     read_values,
@@ -24,7 +26,8 @@ from kvstore.client.values import (
     Buffer,
     Found,
     View,
-    as_writable,
+    all_writable,
+    check_dtype,
 )
 from kvstore.errors import BufferMismatchError
 from kvstore.limits import Key, Namespace
@@ -66,20 +69,22 @@ def _found(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[l
 
 def get_into(
     context: Context,
-    wanted: Iterable[tuple[Key, Buffer | Sequence[Buffer]]],
+    keys: Sequence[Key],
+    buffers: Sequence[Buffer | Sequence[Buffer]],
     options: GetOptions,
     stream: Stream | None,
 ) -> Flow[list[int | None]]:
-    targets = [ReadTarget(key, *as_writable(each, context.pool.devices)) for key, each in wanted]
-    device = check_no_overlap(
-        [target.key for target in targets], [target.views or [] for target in targets]
-    )
-    kind = ObjectReads
+    payloads, dtypes = all_writable(buffers, context.pool.devices)
+    targets = CallerMemory(keys, payloads)
+    device = check_no_overlap(keys, payloads)
     if device is not None:
-        yield ready(device, [target.views or [] for target in targets], stream)
-        kind = DeviceReads
-    yield from read(context, options.namespace, targets, options.timeout_ms, kind)
-    return [None if target.placed is None else target.placed.size for target in targets]
+        yield ready(device, payloads, stream)
+        targets.transfer_type = DeviceReads
+    yield from read(context, options.namespace, targets, options.timeout_ms)
+    for descriptor, dtype in zip(targets.descriptors, dtypes, strict=True):
+        if dtype and descriptor is not None:
+            check_dtype(descriptor, dtype)
+    return targets.sizes()
 
 
 def lookup(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[list[int | None]]:
@@ -87,50 +92,58 @@ def lookup(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[
     return [None if known is None else known.size for known in placed]
 
 
-class ObjectParts(ReadTarget):
-    """Ranges of one object to read, and the caller's memory for them."""
+class ObjectParts(ReadTargets):
+    """Objects of which ranges are read, and the caller's memory for them."""
 
-    __slots__ = ("head", "ranges")
+    __slots__ = ("ranges",)
 
-    def __init__(self, key: Key, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        super().__init__(key)
+    is_partial = True
+
+    def __init__(
+        self, keys: Sequence[Key], ranges: Sequence[Sequence[tuple[int, memoryview]]]
+    ) -> None:
+        """Create targets. ``ranges``: offset in the payload and memory of each; none is empty."""
+        super().__init__(keys)
         self.ranges = ranges
-        """Offset in the payload and memory of each; none is empty."""
-        self.head = bytearray(HEADER_BYTES)
+
+    def transfer(self, namespace: Namespace, group: ReadGroup, *, verify: bool) -> PartReads:
+        """As ``ReadTargets.transfer``. Raises BufferMismatchError: a range is not within the
+        payload."""
+        reads = PartReads(group.replicas[0].segment, namespace, verify=verify)
+        for number, placed, (_, offset, capability) in zip(*group, strict=True):
+            reads.add(self.keys[number], self.ranges[number], placed, offset, capability)
+        return reads
 
 
 class PartReads(ObjectReads):
     __slots__ = ("heads",)
 
-    is_partial = True
-
     def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
         super().__init__(segment, namespace, verify=verify)
         self.heads: list[bytearray] = []
 
-    def add(self, items: Sequence[tuple[ReadRequest, LeasedLocation, Replica]]) -> None:
-        """As ``ObjectReads.add``. Raises BufferMismatchError: a range is not within the payload."""
-        for request, placed, (_, offset, capability) in items:
-            assert isinstance(request, ObjectParts)
-            self._add_parts(request, placed, offset, capability)
-
-    def _add_parts(
-        self, target: ObjectParts, placed: LeasedLocation, offset: int, capability: bytes
+    def add(
+        self,
+        key: Key,
+        ranges: Sequence[tuple[int, memoryview]],
+        placed: LeasedLocation,
+        offset: int,
+        capability: bytes,
     ) -> None:
-        extent = extent_of(offset, placed.size, capability)
-        self.moves.append(RangeCopy(offset, memoryview(target.head), extent=extent))
-        for start, view in target.ranges:
-            if start + len(view) > placed.size:
+        size, epoch, counter, *_ = placed
+        extent = extent_of(offset, size, capability)
+        self.heads.append(head := bytearray(HEADER_BYTES))
+        self.moves.append(RangeCopy(offset, memoryview(head), extent=extent))
+        for start, view in ranges:
+            if start + len(view) > size:
                 raise BufferMismatchError(
-                    f"the object has {placed.size} bytes, a range ends at {start + len(view)}",
+                    f"the object has {size} bytes, a range ends at {start + len(view)}",
                     advice="Call lookup(keys) for the sizes first.",
-                    size_bytes=placed.size,
-                    key=target.key.hex(),
+                    size_bytes=size,
+                    key=key.hex(),
                 )
             self.moves.append(RangeCopy(offset + HEADER_BYTES + start, view, extent=extent))
-        size, epoch, counter = placed.size, placed.epoch, placed.counter
-        self.rows.append((offset, size, epoch, counter, target.key, None, capability))
-        self.heads.append(target.head)
+        self.rows.append((offset, size, epoch, counter, key, None, capability))
 
     def size(self) -> int:
         return Transfer.size(self)
@@ -148,9 +161,9 @@ class PartReads(ObjectReads):
 def get_ranges(
     context: Context,
     namespace: Namespace,
-    wanted: Sequence[ObjectParts],
+    targets: ObjectParts,
     timeout_ms: int | None = None,
 ) -> Flow[list[int | None]]:
     """As ``Client.get_ranges``."""
-    yield from read(context, namespace, wanted, timeout_ms, PartReads)
-    return [None if parts.placed is None else parts.placed.size for parts in wanted]
+    yield from read(context, namespace, targets, timeout_ms)
+    return targets.sizes()

@@ -7,15 +7,14 @@ counts a lease from before its request, on its own clock, less a margin: no two 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import repeat
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstore.calls import CAPABILITY_BYTES, HEADER_MAC_BYTES, Grants, Placements, SegmentInfo
 from kvstore.client.leases.read_leases import ReadLease
 from kvstore.errors import KVStoreError
 from kvstore.limits import AVOID_MAX, Key, Namespace
+from kvstore.native import steps
 from kvstore.runtime.clock import uptime
 
 AVOID_FIRST_S = 2.0
@@ -54,12 +53,7 @@ class LeasedLocation(NamedTuple):
     """The lease, of which a read releases one share; None: it ends by time."""
 
 
-_REPLICA: Callable[[Iterable[object]], Replica] = partial(tuple.__new__, Replica)
-_PLACED: Callable[[Iterable[object]], LeasedLocation] = partial(tuple.__new__, LeasedLocation)
-"""Build one from a tuple of its fields, at half the cost of a normal call."""
-
-
-def capability_of_each(column: bytes, extents: int) -> Sequence[bytes]:
+def capability_of_each(column: bytes, extents: int) -> list[bytes]:
     """Split the column into one capability per extent; empty ones, if it is empty."""
     if not column:
         return [b""] * extents
@@ -230,38 +224,33 @@ class SegmentTable:
         known: Mapping[int, SegmentInfo],
         placements: Placements,
         until: float,
-    ) -> Iterator[LeasedLocation | None]:
-        """Yield one location per row, recently failed replicas last; None: there is none."""
+    ) -> list[LeasedLocation | None]:
+        """Return one location per row, recently failed replicas last; None: there is none."""
         sizes, epochs, counters, replica_counts, segments, offsets, column = placements
         capabilities = capability_of_each(column, len(segments))
         if replica_counts.count(1) == len(replica_counts):  # the usual case: no loop in Python
             infos = list(map(known.get, segments))
             if None not in infos:
-                fields = zip(infos, offsets, capabilities, strict=True)
-                replicas = zip(map(_REPLICA, fields), strict=True)
-                ends = repeat(until), repeat(None)
-                columns = zip(sizes, epochs, counters, replicas, *ends, strict=False)
-                yield from map(_PLACED, columns)
-                return
+                replicas = list(
+                    zip(steps.records(Replica, infos, offsets, capabilities), strict=True)
+                )
+                ends, leases = [until] * len(sizes), [None] * len(sizes)
+                return steps.records(
+                    LeasedLocation, sizes, epochs, counters, replicas, ends, leases
+                )
+        rows: list[LeasedLocation | None] = []
         at = 0
         for size, epoch, counter, count in zip(
             sizes, epochs, counters, replica_counts, strict=True
         ):
-            if count == 1:
-                segment = known.get(segments[at])
-                one = segment and (Replica(segment, offsets[at], capabilities[at]),)
-                at += 1
-                yield LeasedLocation(size, epoch, counter, one, until) if one else None
-                continue
             several = []
             for index in range(at, at + count):
                 segment = known.get(segments[index])
                 if segment is not None:
                     several.append(Replica(segment, offsets[index], capabilities[index]))
             at += count
-            if not several:
-                yield None
-                continue
             if len(several) > 1 and self._failed:
                 several.sort(key=lambda replica: self.avoided(replica.segment))
-            yield LeasedLocation(size, epoch, counter, tuple(several), until)
+            row = LeasedLocation(size, epoch, counter, tuple(several), until)
+            rows.append(row if several else None)
+        return rows

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from operator import itemgetter
-from typing import ClassVar, Protocol, cast
 
 from kvstore.calls import SegmentInfo
-from kvstore.client.flows.location_cache import LeasedLocation, Replica
 from kvstore.client.flows.steps import Transfer
-from kvstore.client.values import Payload
-from kvstore.limits import Key, Namespace
+from kvstore.limits import Namespace
 from kvstore.native import steps
 from kvstore.native.interface import ReadRow, WriteRow
 from kvstore.transport.base import Transport
@@ -21,21 +17,10 @@ Outcome = bytes | int
 """The descriptor of an object that was read, ``STALE`` or ``CORRUPT``."""
 
 
-class ReadRequest(Protocol):
-    """One object to read, and the memory for it: see ``ReadTarget``."""
-
-    key: Key
-
-    def allocate(self, size: int) -> Payload: ...
-
-
 class ObjectReads(Transfer):
-    """Reads of objects from one segment. Flows ``add`` them and use ``outcomes`` after success."""
+    """Reads of objects from one segment. Flows set ``rows`` and use ``outcomes`` after success."""
 
     __slots__ = ("namespace", "outcomes", "rows", "verify")
-
-    is_partial: ClassVar[bool] = False
-    """Whether only ranges are read, so that leases of earlier lookups continue."""
 
     def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
         super().__init__(segment, [], write=False)
@@ -43,14 +28,6 @@ class ObjectReads(Transfer):
         self.verify = verify
         self.rows: list[ReadRow] = []
         self.outcomes: list[Outcome] = []
-
-    def add(self, items: Sequence[tuple[ReadRequest, LeasedLocation, Replica]]) -> None:
-        """Add one row per object. Raises BufferMismatchError."""
-        rows = [
-            (offset, size, epoch, counter, request.key, request.allocate(size), capability)
-            for request, (size, epoch, counter, _, _, _), (_, offset, capability) in items
-        ]
-        self.rows += cast("list[ReadRow]", rows)  # ``DeviceReads`` have device memory there
 
     def size(self) -> int:
         return sum(map(itemgetter(1), self.rows))

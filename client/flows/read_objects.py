@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -40,14 +41,13 @@ from kvstore.client.values import (
     Kind,
     Payload,
     Unreadable,
-    check_dtype,
     decode,
     decode_tensor,
 )
 from kvstore.device.memory import memory_of
 from kvstore.errors import BufferMismatchError, KVStoreError
 from kvstore.limits import Key, Namespace
-from kvstore.native.interface import STALE
+from kvstore.native.interface import STALE, ReadRow
 from kvstore.runtime.formatting import key_text
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.client")
 
 ATTEMPTS = 4
+
+T = TypeVar("T")
 
 
 class GetOptions(NamedTuple):
@@ -71,74 +73,143 @@ class GetOptions(NamedTuple):
     """Of the complete call; None: the client's."""
 
 
-class ReadTarget:
-    __slots__ = ("bad", "descriptor", "dtype", "key", "placed", "room", "views")
-
-    def __init__(self, key: Key, views: Payload | None = None, dtype: str = "") -> None:
-        self.key = key
-        self.views = views
-        """Caller's memory, filled in sequence; None: memory is allocated once the size is known."""
-        self.dtype = dtype
-        self.descriptor: bytes | None = None
-        """Descriptor of the object that was read; None: a miss."""
-        self.placed: LeasedLocation | None = None
-        self.room: Bytes1D | None = None
-        """The memory that was allocated here, with the payload if there is a descriptor."""
-        self.bad: Sequence[CorruptReplica] = ()
-        """Reads under a valid lease that found other bytes."""
-
-    def allocate(self, size: int) -> Payload:
-        """Return ``size`` bytes of memory. Raises BufferMismatchError: the caller's has less."""
-        views = self.views
-        if isinstance(views, list):
-            if len(views) == 1 and len(views[0]) == size:
-                return views
-            return _first_bytes(views, size, self.key)
-        if views is not None:
-            _check_room(views.nbytes, size, self.key)
-            return views.first(size) if size else []
-        self.room = np.empty(size, np.uint8)
-        return [memoryview(self.room)] if size else []  # type: ignore[arg-type]
-
-    def value(self, kind: Kind | None) -> Found:
-        """Return the value as ``kind``, or (None) as it was put; None: a miss."""
-        if self.descriptor is None or self.room is None:
-            return None
-        try:
-            return decode(self.descriptor, self.room, kind)
-        except UNREADABLE as error:
-            return unreadable(error, self.key)
-
-
-class _OnDevice(ReadTarget):
-    __slots__ = ("device", "tensor")
-
-    def __init__(self, key: Key, device: Device) -> None:
-        super().__init__(key)
-        self.device = device
-        self.tensor = device.driver.empty(0)
-
-    def allocate(self, size: int) -> Payload:
-        if self.tensor.numel() != size:
-            self.tensor = self.device.driver.empty(size)
-        return memory_of(self.device, self.tensor) if size else []
-
-    def value(self, kind: Kind | None) -> Found:
-        del kind
-        return (
-            None if self.descriptor is None else tensor_of(self.key, self.descriptor, self.tensor)
-        )
-
-
-ReadItem = tuple[ReadTarget, LeasedLocation, Replica]
-
-
 class CorruptReplica(NamedTuple):
     """A location where a read under a lease found other bytes than the object's."""
 
     key: Key
     placed: LeasedLocation
     replica: Replica
+
+
+class ReadGroup(NamedTuple):
+    """Objects to read from one segment, in columns."""
+
+    numbers: Sequence[int]
+    """Their positions in ``ReadTargets``."""
+    placed: Sequence[LeasedLocation]
+    replicas: Sequence[Replica]
+
+
+class ReadTargets:
+    """The objects that one call reads, in columns, and what was found of each: a Python object
+    each would cost more than the work. Subclasses provide the memory."""
+
+    __slots__ = ("bad", "descriptors", "keys", "placed", "transfer_type")
+
+    is_partial: ClassVar[bool] = False
+    """Whether only ranges are read, so that leases of earlier lookups continue."""
+
+    def __init__(self, keys: Sequence[Key], transfer_type: type[ObjectReads] = ObjectReads) -> None:
+        self.keys = keys
+        self.transfer_type = transfer_type
+        self.descriptors: list[bytes | None] = [None] * len(keys)
+        """None: a miss."""
+        self.placed: list[LeasedLocation | None] = [None] * len(keys)
+        self.bad: dict[int, list[CorruptReplica]] = {}
+        """By position: reads under a valid lease that found other bytes."""
+
+    def allocate(self, numbers: Sequence[int], sizes: Sequence[int]) -> Sequence[Payload]:
+        """Return memory of exactly these sizes. Raises BufferMismatchError: the caller's has
+        less."""
+        raise NotImplementedError
+
+    def transfer(self, namespace: Namespace, group: ReadGroup, *, verify: bool) -> ObjectReads:
+        """Return the transfer that reads a group. Raises BufferMismatchError."""
+        numbers, placed, replicas = group
+        reads = self.transfer_type(replicas[0].segment, namespace, verify=verify)
+        keys = select(self.keys, numbers)
+        payloads = self.allocate(numbers, list(map(itemgetter(0), placed)))
+        rows = [
+            (offset, known[0], known[1], known[2], key, payload, capability)
+            for known, (_, offset, capability), key, payload in zip(
+                placed, replicas, keys, payloads, strict=True
+            )
+        ]
+        reads.rows = cast("list[ReadRow]", rows)  # or device memory, of ``DeviceReads``
+        return reads
+
+    def sizes(self) -> list[int | None]:
+        """Return the size of each object that was read; None: a miss."""
+        return [None if known is None else known.size for known in self.placed]
+
+
+class NewMemory(ReadTargets):
+    """Objects to read into memory that is allocated once their sizes are known."""
+
+    __slots__ = ("rooms",)
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        super().__init__(keys)
+        self.rooms: list[Bytes1D | None] = [None] * len(keys)
+        """The payload, where there is a descriptor."""
+
+    def allocate(self, numbers: Sequence[int], sizes: Sequence[int]) -> Sequence[Payload]:
+        payloads: list[Payload] = []
+        for number, size in zip(numbers, sizes, strict=True):
+            self.rooms[number] = room = np.empty(size, np.uint8)
+            payloads.append([memoryview(room)] if size else [])  # type: ignore[arg-type]
+        return payloads
+
+    def found(self) -> Iterator[tuple[Key, bytes, Bytes1D] | None]:
+        """Yield key, descriptor and payload of each object; None: a miss."""
+        for key, descriptor, room in zip(self.keys, self.descriptors, self.rooms, strict=True):
+            yield None if descriptor is None or room is None else (key, descriptor, room)
+
+    def values(self, kind: Kind | None) -> list[Found]:
+        """Return the values as ``kind``, or (None) as they were put; None: a miss."""
+        return [each and _value_of(*each, kind) for each in self.found()]
+
+
+class NewDeviceMemory(ReadTargets):
+    __slots__ = ("device", "tensors")
+
+    def __init__(self, keys: Sequence[Key], device: Device) -> None:
+        super().__init__(keys, DeviceReads)
+        self.device = device
+        self.tensors = [device.driver.empty(0)] * len(keys)
+
+    def allocate(self, numbers: Sequence[int], sizes: Sequence[int]) -> Sequence[Payload]:
+        payloads: list[Payload] = []
+        for number, size in zip(numbers, sizes, strict=True):
+            if self.tensors[number].numel() != size:
+                self.tensors[number] = self.device.driver.empty(size)
+            payloads.append(memory_of(self.device, self.tensors[number]) if size else [])
+        return payloads
+
+    def values(self) -> list[Found]:
+        return [
+            None if descriptor is None else tensor_of(key, descriptor, flat)
+            for key, descriptor, flat in zip(self.keys, self.descriptors, self.tensors, strict=True)
+        ]
+
+
+class CallerMemory(ReadTargets):
+    """Objects to read into memory of the caller, which is filled in sequence."""
+
+    __slots__ = ("payloads",)
+
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        payloads: Sequence[Payload],
+        transfer_type: type[ObjectReads] = ObjectReads,
+    ) -> None:
+        super().__init__(keys, transfer_type)
+        self.payloads = payloads
+
+    def allocate(self, numbers: Sequence[int], sizes: Sequence[int]) -> Sequence[Payload]:
+        payloads = select(self.payloads, numbers)
+        return [
+            views
+            if type(views) is list and len(views) == 1 and len(views[0]) == size
+            else _first_bytes(views, size, self.keys[number])
+            for number, views, size in zip(numbers, payloads, sizes, strict=True)
+        ]
+
+
+def select(column: Sequence[T], numbers: Sequence[int]) -> Sequence[T]:
+    """Return the rows with these positions, which are in order and distinct."""
+    return column if len(numbers) == len(column) else [column[number] for number in numbers]
 
 
 def locate(
@@ -234,16 +305,15 @@ def _keep_by_time(
 def _kept_for_the_rest(
     context: Context,
     namespace: Namespace,
-    targets: Sequence[ReadTarget],
+    targets: ReadTargets,
     leases: Sequence[ReadLease],
 ) -> list[ReadLease]:
     """Cache locations of which only ranges were read. Returns the other leases, which end now."""
     kept: set[ReadLease] = set()
-    for target in targets:
-        placed = target.placed
+    for key, placed in zip(targets.keys, targets.placed, strict=True):
         if placed is not None and placed.lease is not None:
             kept.add(placed.lease)
-            context.placements.remember(namespace, [target.key], [placed])
+            context.placements.remember(namespace, [key], [placed])
     return [lease for lease in leases if lease not in kept]
 
 
@@ -254,92 +324,117 @@ def _leases_of(placed: Sequence[LeasedLocation | None]) -> list[ReadLease]:
 def read(
     context: Context,
     namespace: Namespace,
-    targets: Sequence[ReadTarget],
+    targets: ReadTargets,
     timeout_ms: int | None = None,
-    kind: type[ObjectReads] = ObjectReads,
 ) -> Flow[None]:
     """Read every stored target; first replicas get a third of ``timeout_ms``.
 
     Raises:
-        BufferMismatchError: caller's memory is too small (nothing was read into it) or of another
-            dtype (its contents are undefined).
+        BufferMismatchError: caller's memory is too small; nothing was read into it.
         MasterUnreachableError, DeadlineExceededError
     """
     leases: list[ReadLease] = []
+    todo: Sequence[int] = range(len(targets.keys))
     try:
-        todo = list(targets)
-        fresh = False
         for attempt in range(ATTEMPTS):
-            keys = [target.key for target in todo]
-            placed = yield from locate(context, namespace, keys, fresh=fresh, leases=leases)
-            is_failing = context.segments.failing
-            of_segment: dict[int, list[ReadItem]] = {}
-            for target, known in zip(todo, placed, strict=True):
-                if known is None:
-                    continue
-                replica = known.replicas[0]
-                if is_failing or target.bad:
-                    target.bad = confirmed(target.bad, known)
-                    replicas = context.segments.reachable(order_replicas(known, target.bad))
-                    if not replicas:
-                        context.count("avoided_reads")
-                        continue  # a miss: none of its nodes has replied
-                    replica = replicas[0]
-                of_segment.setdefault(id(replica.segment), []).append((target, known, replica))
-            if not of_segment:
-                todo = []
+            keys = select(targets.keys, todo)
+            placed = yield from locate(context, namespace, keys, fresh=attempt > 0, leases=leases)
+            groups = _group(context, targets, todo, placed)
+            if not groups:
+                todo = ()
                 break
-            groups = list(of_segment.values())
-            transfers = [
-                kind(items[0][2].segment, namespace, verify=context.verify_payload)
-                for items in groups
-            ]
-            for reads, items in zip(transfers, groups, strict=True):
-                reads.add(items)
-            if not attempt:
-                patience_s = context.failover_s if timeout_ms is None else timeout_ms / 3000
-                failover = context.clock() + patience_s
-                for reads, items in zip(transfers, groups, strict=True):
-                    if all(len(known.replicas) > 1 for _, known, _ in items):
-                        reads.deadline = failover
+            transfers: list[ObjectReads] = []
+            for group in groups:
+                reads = targets.transfer(namespace, group, verify=context.verify_payload)
+                if not attempt and min(map(len, map(itemgetter(3), group.placed))) > 1:
+                    patience_s = context.failover_s if timeout_ms is None else timeout_ms / 3000
+                    reads.deadline = context.clock() + patience_s
+                transfers.append(reads)
             errors = yield transfers
             assert isinstance(errors, list)
-            todo = []
-            for reads, items, error in zip(transfers, groups, errors, strict=True):
+            again: list[int] = []
+            for reads, group, error in zip(transfers, groups, errors, strict=True):
                 if error is None:
-                    todo += _finish(context, reads, items)
+                    again += _finish(context, targets, reads, group)
                 else:
                     yield from unreachable(context, reads.segment, error)
                     if error.fields.get("final"):
                         raise copy(error)  # no frame refers to the copy
-                    todo += [target for target, _, _ in items]
+                    again += group.numbers
+            todo = again
             if not todo:
                 break
-            for target in todo:
-                context.placements.forget(namespace, target.key)
-            fresh = True
-        # A single bad read of a target that was not found may have met a removal.
-        bad = [target.bad for target in todo if len(target.bad) > 1]
-        bad += [target.bad for target in targets if target.bad and target.placed is not None]
-        yield from report_corrupt(context, namespace, [each for of_one in bad for each in of_one])
+            for number in todo:
+                context.placements.forget(namespace, targets.keys[number])
+        if targets.bad:
+            # A single bad read of a target that was not found may have met a removal.
+            yield from report_corrupt(context, namespace, [
+                read
+                for number, reads_of_one in targets.bad.items()
+                if targets.placed[number] is not None or (number in todo and len(reads_of_one) > 1)
+                for read in reads_of_one
+            ])  # fmt: skip
     finally:
         if leases or context.leases.expects:
-            keys = [target.key for target in targets]
+            keys = targets.keys
             if leases:
                 context.leases.note_reads(namespace, keys)
-            if kind.is_partial:
+            if targets.is_partial:
                 leases = _kept_for_the_rest(context, namespace, targets, leases)
                 keys = []
             context.leases.give_up(namespace, keys, leases)
 
 
+def _group(
+    context: Context,
+    targets: ReadTargets,
+    numbers: Sequence[int],
+    located: Sequence[LeasedLocation | None],
+) -> list[ReadGroup]:
+    """Choose a replica of each object that was found, and group them by segment."""
+    if not (None in located or context.segments.failing or targets.bad):
+        placed = cast("Sequence[LeasedLocation]", located)
+        replicas = [known.replicas[0] for known in placed]
+        if len(set(map(id, map(itemgetter(0), replicas)))) == 1:  # the usual case
+            return [ReadGroup(numbers, placed, replicas)]
+    rows: dict[int, list[tuple[int, LeasedLocation, Replica]]] = {}
+    for number, known in zip(numbers, located, strict=True):
+        if known is not None and (replica := _choose(context, targets, number, known)) is not None:
+            rows.setdefault(id(replica.segment), []).append((number, known, replica))
+    return [ReadGroup(*zip(*of_segment, strict=True)) for of_segment in rows.values()]
+
+
+def _choose(
+    context: Context, targets: ReadTargets, number: int, known: LeasedLocation
+) -> Replica | None:
+    """Return the replica to try next; None: none of its nodes has replied, which is a miss."""
+    if not (context.segments.failing or targets.bad):
+        return known.replicas[0]
+    bad = confirmed(targets.bad.pop(number, []), known)
+    if bad:
+        targets.bad[number] = bad
+    replicas = context.segments.reachable(order_replicas(known, bad))
+    if not replicas:
+        context.count("avoided_reads")
+        return None
+    return replicas[0]
+
+
 def read_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
-    reads, targets = ObjectReads, [ReadTarget(key) for key in keys]
     if options.device:
-        device = context.pool.devices.of(options.device)
-        reads, targets = DeviceReads, [_OnDevice(key, device) for key in keys]
-    yield from read(context, options.namespace, targets, options.timeout_ms, reads)
-    return [target.value(options.kind) for target in targets]
+        tensors = NewDeviceMemory(keys, context.pool.devices.of(options.device))
+        yield from read(context, options.namespace, tensors, options.timeout_ms)
+        return tensors.values()
+    targets = NewMemory(keys)
+    yield from read(context, options.namespace, targets, options.timeout_ms)
+    return targets.values(options.kind)
+
+
+def _value_of(key: Key, descriptor: bytes, payload: Bytes1D, kind: Kind | None) -> Found:
+    try:
+        return decode(descriptor, payload, kind)
+    except UNREADABLE as error:
+        return unreadable(error, key)
 
 
 def tensor_of(key: Key, descriptor: bytes, flat: torch.Tensor) -> torch.Tensor | Unreadable:
@@ -396,26 +491,27 @@ def report_corrupt(
         log.warning("corruption_not_reported objects=%d error=%s", objects, str(error))
 
 
-def _finish(context: Context, reads: ObjectReads, items: Sequence[ReadItem]) -> list[ReadTarget]:
-    """Process the results of the reads; returns the targets without valid bytes."""
-    again: list[ReadTarget] = []
+def _finish(
+    context: Context, targets: ReadTargets, reads: ObjectReads, group: ReadGroup
+) -> list[int]:
+    """Process the results of the reads; returns the objects without valid bytes."""
+    again: list[int] = []
     now = context.clock()
-    for (target, known, replica), outcome in zip(items, reads.outcomes, strict=True):
+    for number, known, replica, outcome in zip(*group, reads.outcomes, strict=True):
         if now >= known.until:
             context.count("late_reads")
         elif isinstance(outcome, bytes):
-            if target.dtype:
-                check_dtype(outcome, target.dtype)
-            target.descriptor = outcome
-            target.placed = known
+            targets.descriptors[number] = outcome
+            targets.placed[number] = known
             continue
         else:
+            key = targets.keys[number]
             if outcome == STALE:
                 context.count("stale_reads")
             else:
-                mismatch(context, reads.namespace, target.key, replica)
-            target.bad = [*target.bad, CorruptReplica(target.key, known, replica)]
-        again.append(target)
+                mismatch(context, reads.namespace, key, replica)
+            targets.bad.setdefault(number, []).append(CorruptReplica(key, known, replica))
+        again.append(number)
     return again
 
 
@@ -431,10 +527,14 @@ def mismatch(context: Context, namespace: Namespace, key: Key, replica: Replica)
     )
 
 
-def _first_bytes(total: list[memoryview], size: int, key: Key) -> list[memoryview]:
-    _check_room(sum(len(view) for view in total), size, key)
+def _first_bytes(memory: Payload, size: int, key: Key) -> Payload:
+    """Return the first ``size`` bytes of it. Raises BufferMismatchError: it has less."""
+    if not isinstance(memory, list):
+        _check_room(memory.nbytes, size, key)
+        return memory.first(size) if size else []
+    _check_room(sum(map(len, memory)), size, key)
     views = []
-    for view in total:
+    for view in memory:
         if not size:
             break
         if len(view):  # an empty buffer has no memory to fill

@@ -169,7 +169,7 @@ def resolve_placements(
 ) -> Flow[list[LeasedLocation | None]]:
     """Convert each row of ``placements``, once its segments are described; None: a miss."""
     known = yield from describe(context, epoch, placements.segments)
-    return list(context.segments.rows(known, placements, until))
+    return context.segments.rows(known, placements, until)
 
 
 def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> Flow[None]:

@@ -357,6 +357,66 @@ static PyObject *overlap(PyObject *self, PyObject *buffers) {
     return found;
 }
 
+static PyObject *flat_views(PyObject *self, PyObject *args) {
+    PyTypeObject *type;
+    PyObject *given, *values, *views;
+    int writable;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!Op", &PyType_Type, &type, &given, &writable) ||
+        !(values = PySequence_Fast(given, "values come in a sequence")))
+        return NULL;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(values), index;
+    if (!(views = PyList_New(count)))
+        count = 0;
+    for (index = 0; index < count; index++) {
+        PyObject *value = PySequence_Fast_GET_ITEM(values, index), *view = NULL;
+        if (Py_TYPE(value) == type && !(view = PyMemoryView_FromObject(value)))
+            PyErr_Clear(); /* a dtype that memoryview does not know */
+        if (view) {
+            const Py_buffer *buffer = PyMemoryView_GET_BUFFER(view);
+            if (buffer->ndim != 1 || !buffer->len || strcmp(buffer->format, "B") ||
+                !PyBuffer_IsContiguous(buffer, 'C') || (writable && buffer->readonly))
+                Py_CLEAR(view);
+        }
+        PyList_SET_ITEM(views, index, view ? view : Py_NewRef(Py_None));
+    }
+    Py_DECREF(values);
+    return views;
+}
+
+static PyObject *records(PyObject *self, PyObject *args) {
+    Py_ssize_t width = PyTuple_GET_SIZE(args) - 1, count = -1, row, column;
+    PyTypeObject *type = width > 0 ? (PyTypeObject *)PyTuple_GET_ITEM(args, 0) : NULL;
+    (void)self;
+    if (!type || !PyType_Check(type) || !PyType_IsSubtype(type, &PyTuple_Type)) {
+        PyErr_SetString(PyExc_TypeError, "records(named tuple, column, ...)");
+        return NULL;
+    }
+    for (column = 1; column <= width; column++) {
+        PyObject *values = PyTuple_GET_ITEM(args, column);
+        if (!(PyList_CheckExact(values) || PyTuple_CheckExact(values)) ||
+            (count >= 0 && count != PySequence_Fast_GET_SIZE(values))) {
+            PyErr_SetString(PyExc_ValueError, "columns are lists or tuples of one length");
+            return NULL;
+        }
+        count = PySequence_Fast_GET_SIZE(values);
+    }
+    PyObject *rows = PyList_New(count);
+    for (row = 0; rows && row < count; row++) {
+        PyObject *record = type->tp_alloc(type, width);
+        if (!record) {
+            Py_CLEAR(rows);
+            break;
+        }
+        for (column = 0; column < width; column++) {
+            PyObject *values = PyTuple_GET_ITEM(args, column + 1);
+            PyTuple_SET_ITEM(record, column, Py_NewRef(PySequence_Fast_GET_ITEM(values, row)));
+        }
+        PyList_SET_ITEM(rows, row, record);
+    }
+    return rows;
+}
+
 /* --- the module -------------------------------------------------------------------------------- */
 
 static PyObject *xxh3_64(PyObject *self, PyObject *args) {
@@ -380,10 +440,12 @@ static PyObject *xxh3_64(PyObject *self, PyObject *args) {
 static PyMethodDef METHODS[] = {
     {"revoke_writes", revoke_writes, METH_VARARGS, NULL},
     {"exchange", exchange, METH_VARARGS, NULL},
+    {"flat_views", flat_views, METH_VARARGS, NULL},
     {"get_many", get_many, METH_VARARGS, NULL},
     {"overlap", overlap, METH_O, NULL},
     {"pack_keys", pack_keys, METH_O, NULL},
     {"read_objects", read_objects, METH_VARARGS, NULL},
+    {"records", records, METH_VARARGS, NULL},
     {"write_objects", write_objects, METH_VARARGS, NULL},
     {"issue_capabilities", issue_capabilities, METH_VARARGS, NULL},
     {"serve", serve, METH_VARARGS, NULL},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import math
@@ -10,8 +11,9 @@ import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import xxhash
 
@@ -210,6 +212,31 @@ def overlap(buffers: list[memoryview], /) -> tuple[int, int] | None:
         if start + size > after:
             return index, other
     return None
+
+
+def flat_views(
+    of_type: type, values: Sequence[object], writable: bool, /
+) -> list[memoryview | None]:
+    """Return a view of each value of exactly this type whose memory is one row of bytes, not empty,
+    and writable if that is asked for; None: of other values."""
+    views: list[memoryview | None] = []
+    for value in values:
+        view = None
+        if type(value) is of_type:
+            with contextlib.suppress(ValueError):  # a dtype that memoryview does not know
+                view = memoryview(value)  # type: ignore[arg-type]
+        if view is not None and not (
+            view.ndim == 1 and view.format == "B" and view.c_contiguous and view.nbytes
+        ):
+            view = None
+        views.append(None if view is None or (writable and view.readonly) else view)
+    return views
+
+
+def records(of_type: type[AnyRecord], /, *columns: Sequence[Any]) -> list[AnyRecord]:
+    """Return named tuples of this type, one per row of the columns (lists or tuples)."""
+    new: Any = partial(tuple.__new__, of_type)
+    return list(map(new, zip(*columns, strict=True)))
 
 
 def xxh3_64(data: bytes | memoryview, seed: int = 0, /) -> int:

@@ -20,9 +20,7 @@ import pytest
 from kvstore import native
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows.device_io import DeviceReads, DeviceWrites
-from kvstore.client.flows.location_cache import LeasedLocation, Replica
 from kvstore.client.flows.object_transfers import ObjectReads, ObjectWrites
-from kvstore.client.flows.read_objects import ReadTarget
 from kvstore.client.flows.steps import Transfer
 from kvstore.device import drivers
 from kvstore.device.device import Device
@@ -35,7 +33,7 @@ from kvstore.errors import (
     SegmentUnmountedError,
     UnavailableError,
 )
-from kvstore.limits import Key, Namespace
+from kvstore.limits import Namespace
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
 from kvstore.memory.process_memory import address_of
 from kvstore.native import pure_python
@@ -309,10 +307,8 @@ def reads(
     targets = [bytearray(size) for size in sizes]
     offset = start
     for index, target in enumerate(targets):
-        replica = Replica(segment, offset)
-        placed = LeasedLocation(len(target), version, index, (replica,), 0.0)
         views = cut(memoryview(target), parts)
-        transfer.add([(ReadTarget(Key(b"k%d" % index), views), placed, replica)])
+        transfer.rows.append((offset, len(target), version, index, b"k%d" % index, views, b""))
         offset += extent_bytes(len(target))
     return transfer, targets
 

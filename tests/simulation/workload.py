@@ -9,7 +9,7 @@ from random import Random
 from kvstore import calls
 from kvstore.calls import DrainStep, HintAction, PutOutcome, Version
 from kvstore.client.flows import allocate, control_calls, copy_objects, get, put, read_objects
-from kvstore.client.flows.read_objects import GetOptions, ReadTarget
+from kvstore.client.flows.read_objects import GetOptions, NewMemory
 from kvstore.client.flows.steps import ask
 from kvstore.client.flows.write_objects import PutOptions
 from kvstore.client.hints import HintRow
@@ -341,17 +341,16 @@ class Worker:
     async def read(self, namespace: Namespace, keys: list[Key]) -> list[bytes | None]:
         """Get, and have the oracle look at what came."""
         started_us = self.client.process.scheduler.now_us
-        targets = [ReadTarget(key) for key in keys]
+        targets = NewMemory(keys)
         await self.client.run(read_objects.read(self.client.context, namespace, targets))
         values: list[bytes | None] = []
-        for target in targets:
-            if target.placed is None or target.room is None:
+        for key, placed, room in zip(keys, targets.placed, targets.rooms, strict=True):
+            if placed is None or room is None:
                 values.append(None)
                 continue
-            values.append(target.room.tobytes())
-            version = Version(target.placed.epoch, target.placed.counter)
-            name = (namespace, target.key)
-            self.client.oracle.read(self._who, name, version, target.room.tobytes(), started_us)
+            values.append(data := room.tobytes())
+            version = Version(placed.epoch, placed.counter)
+            self.client.oracle.read(self._who, (namespace, key), version, data, started_us)
         hits = [key for key, value in zip(keys, values, strict=True) if value is not None]
         self._note(f"get {namespace} {_names(keys)}: {_names(hits)}")
         return values

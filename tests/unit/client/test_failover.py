@@ -7,7 +7,7 @@ import pytest
 from kvstore import calls
 from kvstore.client.flows import read_objects
 from kvstore.client.flows.location_cache import AVOID_FIRST_S
-from kvstore.client.flows.read_objects import ATTEMPTS, ReadTarget
+from kvstore.client.flows.read_objects import ATTEMPTS, CallerMemory, NewMemory
 from kvstore.errors import (
     ClosedError,
     DeadlineExceededError,
@@ -25,12 +25,9 @@ SILENT = NodeUnreachableError("node one:\nmoved no byte", silent_ms=1_000, quies
 
 
 def get(world: World, *keys: Key) -> list[bytes | None]:
-    targets = [ReadTarget(key) for key in keys]
+    targets = NewMemory(keys)
     world.run(read_objects.read(world.context, N, targets))
-    return [
-        None if target.descriptor is None or target.room is None else target.room.tobytes()
-        for target in targets
-    ]
+    return [found and found[2].tobytes() for found in targets.found()]
 
 
 def test_a_placement_is_used_until_the_lease_less_the_margin() -> None:
@@ -207,11 +204,10 @@ def test_callers_memory_is_filled_piece_by_piece() -> None:
     world.store(1, 4096, A, b"0123456789", 5)
     world.answers[calls.Lookup] = found((10, 5, [(1, 4096)]))
     pieces = [bytearray(4), bytearray(0), bytearray(3), bytearray(5), bytearray(2)]
-    target = ReadTarget(A, [memoryview(piece) for piece in pieces])
-    world.run(read_objects.read(world.context, N, [target]))
+    targets = CallerMemory([A], [[memoryview(piece) for piece in pieces]])
+    world.run(read_objects.read(world.context, N, targets))
     assert [bytes(piece) for piece in pieces] == [b"0123", b"", b"456", b"789\0\0", b"\0\0"]
-    assert target.room is None
-    assert target.descriptor is not None
+    assert targets.sizes() == [10]
 
 
 @pytest.mark.parametrize("error", [ClosedError("closed"), MasterUnreachableError("off")])

@@ -18,14 +18,9 @@ TWO = [(1, 4096), (2, 8192)]
 def read(world: World, *keys: Key, timeout_ms: int | None = None) -> list[bytes | None]:
     """The bytes 2 to 5 of each object."""
     rooms = [bytearray(3) for _ in keys]
-    wanted = [
-        ObjectParts(key, [(2, memoryview(room))]) for key, room in zip(keys, rooms, strict=True)
-    ]
-    world.run(get_ranges(world.context, N, wanted, timeout_ms))
-    return [
-        None if parts.placed is None else bytes(room)
-        for parts, room in zip(wanted, rooms, strict=True)
-    ]
+    wanted = ObjectParts(keys, [[(2, memoryview(room))] for room in rooms])
+    found = world.run(get_ranges(world.context, N, wanted, timeout_ms))
+    return [None if size is None else bytes(room) for size, room in zip(found, rooms, strict=True)]
 
 
 def test_of_two_replicas_the_first_gets_a_part_of_the_time() -> None:

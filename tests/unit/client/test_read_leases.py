@@ -9,7 +9,7 @@ import pytest
 from kvstore import calls
 from kvstore.client.flows import control_calls, read_objects
 from kvstore.client.flows.get import lookup
-from kvstore.client.flows.read_objects import ReadTarget
+from kvstore.client.flows.read_objects import NewMemory
 from kvstore.client.leases.read_leases import IDLE_S
 from kvstore.client.leases.views import ViewManager
 from kvstore.limits import Key
@@ -30,9 +30,9 @@ def world() -> World:
 
 
 def get(world: World, *keys: Key) -> None:
-    targets = [ReadTarget(key) for key in keys]
+    targets = NewMemory(keys)
     world.run(read_objects.read(world.context, N, targets))
-    assert all(target.placed is not None for target in targets)
+    assert None not in targets.placed
 
 
 def numbers(world: World) -> Sequence[int]:
@@ -46,7 +46,7 @@ def test_a_get_releases_its_lease_with_the_next_call(world: World) -> None:
 
 
 def test_a_failed_get_releases_its_lease_too(world: World) -> None:
-    flow = read_objects.read(world.context, N, [ReadTarget(A)])
+    flow = read_objects.read(world.context, N, NewMemory([A]))
     next(flow)
     with pytest.raises(KeyboardInterrupt):
         flow.throw(KeyboardInterrupt())

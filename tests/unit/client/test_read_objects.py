@@ -6,7 +6,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.client.flows import read_objects
-from kvstore.client.flows.read_objects import ATTEMPTS, ReadTarget
+from kvstore.client.flows.read_objects import ATTEMPTS, CallerMemory, NewMemory
 from kvstore.errors import BufferMismatchError, NodeUnreachableError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import SUPERBLOCK_BYTES
@@ -30,12 +30,9 @@ def place(
 
 
 def read(world: World, *keys: bytes) -> list[bytes | None]:
-    targets = [ReadTarget(Key(key)) for key in keys]
+    targets = NewMemory([Key(key) for key in keys])
     world.run(read_objects.read(world.context, NS, targets))
-    return [
-        None if target.descriptor is None or target.room is None else target.room.tobytes()
-        for target in targets
-    ]
+    return [found and found[2].tobytes() for found in targets.found()]
 
 
 def test_found_objects_are_read_and_misses_are_none() -> None:
@@ -104,9 +101,8 @@ def test_a_buffer_that_is_too_small_is_refused_before_a_byte_moves() -> None:
     place(world, b"a", b"0123456789")
     world.answers[calls.Lookup] = found((10, 1, [(1, AT)]))
     buffer = bytearray(9)
+    targets = CallerMemory([Key(b"a")], [[memoryview(buffer)]])
     with pytest.raises(BufferMismatchError) as caught:
-        world.run(
-            read_objects.read(world.context, NS, [ReadTarget(Key(b"a"), [memoryview(buffer)])])
-        )
+        world.run(read_objects.read(world.context, NS, targets))
     assert (caught.value.fields["size_bytes"], caught.value.fields["buffer_bytes"]) == (10, 9)
     assert buffer == bytes(9)

@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
@@ -496,3 +497,32 @@ def test_buffers_that_share_memory(spans: list[tuple[int, int]]) -> None:
         assert (found is not None) == shared
         if found is not None:
             assert used[found[0]] & used[found[1]]
+
+
+def test_flat_views_are_of_rows_of_bytes_alone(steps: Any) -> None:
+    area = np.arange(64, dtype=np.uint8)
+    locked = area[8:16]
+    locked.flags.writeable = False
+    others = [
+        b"bytes", None, area[::2], area.reshape(8, 8), area[:0], area.view(np.int8), np.bool_(1),
+        area.view(np.recarray), np.zeros(2, "M8[s]"), np.zeros(2, "u1,u1"), area.view(np.uint16),
+    ]  # fmt: skip
+    assert steps.flat_views(np.ndarray, others, False) == [None] * len(others)
+    first, second = steps.flat_views(np.ndarray, (area[:8], locked), False)
+    assert (first.tolist(), second.tolist()) == ([*range(8)], [*range(8, 16)])
+    assert [view is None for view in steps.flat_views(np.ndarray, [first, area, locked], True)] == [
+        True, False, True,
+    ]  # fmt: skip
+
+
+def test_records_are_named_tuples_of_the_rows(steps: Any) -> None:
+    (one, two) = steps.records(Presented, [1, 2], ("a", "b"))
+    assert (type(one), one, two.name) == (Presented, (1, "a"), "b")
+    assert steps.records(Presented, [], []) == []
+    with pytest.raises(ValueError, match=r"length|shorter"):
+        steps.records(Presented, [1, 2], ["a"])
+
+
+class Presented(NamedTuple):
+    number: int
+    name: str
