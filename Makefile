@@ -45,7 +45,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check imports demo demo-vllm demo-hints demo-disk bench bench-engines bench-vllm proto reference constraints clean clean-all
+.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check check-style check-mypy check-pyright imports demo demo-vllm demo-hints demo-disk bench bench-engines bench-vllm proto reference constraints clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -109,16 +109,22 @@ soak: $(VENV)/.dev ## Break a store of real processes while a checker watches (S
 mutants: $(VENV)/.mutants ## Plant small faults, and list those that tests do not detect (ARGS='master/state/leases.py')
 	$(BIN)/python -m tests.mutants $(ARGS)
 
-check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated code and tables
+check: check-style check-mypy check-pyright ## Check style, types, dependencies between parts, generated code and tables (-j2)
+
+check-style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/mypy
-	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/site/reference.py --check
 	$(BIN)/python deploy/generate.py --check
 	$(BIN)/python docs/site/words.py
+
+check-mypy: $(VENV)/.dev
+	$(BIN)/mypy
+
+check-pyright: $(VENV)/.dev
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 imports: $(VENV)/.dev ## Draw which part imports which, for Graphviz (ARGS=kvstore.client draws inside one)
 	@$(BIN)/import-linter drawgraph --show-lazy-imports $(or $(ARGS),kvstore)

@@ -235,8 +235,8 @@ def flat_views(
 
 def records(of_type: type[AnyRecord], /, *columns: Sequence[Any]) -> list[AnyRecord]:
     """Return named tuples of this type, one per row of the columns (lists or tuples)."""
-    new: Any = partial(tuple.__new__, of_type)
-    return list(map(new, zip(*columns, strict=True)))
+    new: Any = tuple.__new__
+    return list(map(partial(new, of_type), zip(*columns, strict=True)))
 
 
 def xxh3_64(data: bytes | memoryview, seed: int = 0, /) -> int:

@@ -88,7 +88,7 @@ ENVIRONMENTS: Final[dict[str, dict[str, str]]] = {
 }
 CASES: Final = [
     *((circumstance, "usual") for circumstance in CIRCUMSTANCES),
-    ("terminal", "dumb"), ("terminal", "no colour"), ("no terminal", "C"), ("narrow", "C"),
+    ("terminal", "dumb"), ("terminal", "no colour"), ("narrow", "C"),
 ]  # fmt: skip
 
 

@@ -21,9 +21,9 @@ from tests.support.wait import until
 MODULE = "examples.demo_vllm"
 PROMPTS = 2
 TOKENS = 700
-"""The last whole block of 128 tokens ends within one of 256."""
-BLOCKS = {"Llama": 5, "Qwen3-Next": 2}
-FOUND = {"Llama": PROMPTS * 5 * 128, "Qwen3-Next": PROMPTS * 2 * 256}
+"""Two whole blocks, and a part of one."""
+BLOCKS = 2
+FOUND = PROMPTS * BLOCKS * 256
 """Tokens."""
 SIZES = (f"--prompts={PROMPTS}", f"--prompt-tokens={TOKENS}")
 SECONDS = 900
@@ -55,26 +55,24 @@ def demonstrate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Demonstrate]:
 
 @pytest.mark.timeout(SECONDS)
 def test_a_decoder_finds_what_a_prefiller_computed(demonstrate: Demonstrate) -> None:
-    """As JSON; ``unit/examples/test_demo_vllm.py`` has it as text."""
-    status, lines, errors = demonstrate("--json", "--seed=3").output()
+    """As JSON, of the model that is recurrent in part; ``unit/examples/test_demo_vllm.py`` has both
+    in turn, as text."""
+    status, lines, errors = demonstrate("--json", "--seed=3", "--kind=recurrent").output()
     assert status == 0, (lines, errors)
     report = json.loads(lines[-1])
     assert len(lines) == 1
     assert report["ok"]
-    assert [(each["model"], each["number"]) for each in report["prompts"]] == [
-        (model, number) for model in BLOCKS for number in (1, 2)
-    ]
+    assert [each["number"] for each in report["prompts"]] == [1, 2]
     for each in report["prompts"]:
         assert each["prompt_tokens"] == TOKENS
-        assert each["blocks_found"] == each["blocks"] == BLOCKS[each["model"]]
+        assert each["blocks_found"] == each["blocks"] == BLOCKS
         assert each["identical"]
         assert len(set(each["tokens_found"][0])) > 4, "a loop of few tokens would prove little"
-    said = [
-        rf"{model}: answers identical, {found} of {PROMPTS * TOKENS} prompt tokens found, "
-        r"time to first token \d+ ms -> \d+ ms \(\d+\.\dx\)"
-        for model, found in FOUND.items()
-    ]
-    assert re.fullmatch(f"demo: {'; '.join(said)}", report["summary"])
+    assert re.fullmatch(
+        rf"demo: Qwen3-Next: answers identical, {FOUND} of {PROMPTS * TOKENS} prompt tokens found, "
+        r"time to first token \d+ ms -> \d+ ms \(\d+\.\dx\)",
+        report["summary"],
+    )
 
 
 @pytest.mark.timeout(SECONDS)
@@ -105,16 +103,16 @@ def test_an_engine_that_dies_is_named_and_nothing_is_left(demonstrate: Demonstra
 
 
 @pytest.mark.timeout(SECONDS)
-def test_the_benchmark_measures_hits_and_misses(demonstrate: Demonstrate, tmp_path: Path) -> None:
+def test_the_benchmark_measures_misses_and_hits(demonstrate: Demonstrate, tmp_path: Path) -> None:
     """The driver refuses an answer that was not found, and one with another token."""
-    options = ("--table=vllm", "--systems=kvstore,no store", "--rows=put/*/1,get/*/1", "--quick",
+    options = ("--table=vllm", "--systems=kvstore", "--rows=put/*/1,get/*/1", "--quick",
                f"--out={tmp_path}")  # fmt: skip
     status, lines, errors = demonstrate(*options, module="bench", sizes=()).output()
     assert status == 0, (lines, errors)
     report = json.loads((tmp_path / "vllm.json").read_text())
     for row in report["rows"]:
         assert row["kvstore"][0]["calls"] >= 6
-        assert row["no store"][0]["processor_us"].keys() == {"client", "engine"}
+        assert row["kvstore"][0]["processor_us"].keys() >= {"client", "engine"}
 
 
 def family_of(demo: Demonstration) -> list[int]:
