@@ -75,15 +75,15 @@ def get_into(
     stream: Stream | None,
 ) -> Flow[list[int | None]]:
     payloads, dtypes = all_writable(buffers, context.pool.devices)
-    targets = CallerMemory(keys, payloads)
     device = check_no_overlap(keys, payloads)
+    targets = CallerMemory(keys, payloads, ObjectReads if device is None else DeviceReads)
     if device is not None:
         yield ready(device, payloads, stream)
-        targets.transfer_type = DeviceReads
     yield from read(context, options.namespace, targets, options.timeout_ms)
-    for descriptor, dtype in zip(targets.descriptors, dtypes, strict=True):
-        if dtype and descriptor is not None:
-            check_dtype(descriptor, dtype)
+    if any(dtypes):
+        for descriptor, dtype in zip(targets.descriptors, dtypes, strict=True):
+            if dtype and descriptor is not None:
+                check_dtype(descriptor, dtype)
     return targets.sizes()
 
 

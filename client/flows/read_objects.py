@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
 from itertools import zip_longest
-from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -118,9 +117,9 @@ class ReadTargets:
         numbers, placed, replicas = group
         reads = self.transfer_type(replicas[0].segment, namespace, verify=verify)
         keys = select(self.keys, numbers)
-        payloads = self.allocate(numbers, list(map(itemgetter(0), placed)))
+        payloads = self.allocate(numbers, [known.size for known in placed])
         rows = [
-            (offset, known[0], known[1], known[2], key, payload, capability)
+            (offset, known.size, known.epoch, known.counter, key, payload, capability)
             for known, (_, offset, capability), key, payload in zip(
                 placed, replicas, keys, payloads, strict=True
             )
@@ -346,7 +345,7 @@ def read(
             transfers: list[ObjectReads] = []
             for group in groups:
                 reads = targets.transfer(namespace, group, verify=context.verify_payload)
-                if not attempt and min(map(len, map(itemgetter(3), group.placed))) > 1:
+                if not attempt and all(len(known.replicas) > 1 for known in group.placed):
                     patience_s = context.failover_s if timeout_ms is None else timeout_ms / 3000
                     reads.deadline = context.clock() + patience_s
                 transfers.append(reads)
@@ -395,7 +394,7 @@ def _group(
     if not (None in located or context.segments.failing or targets.bad):
         placed = cast("Sequence[LeasedLocation]", located)
         replicas = [known.replicas[0] for known in placed]
-        if len(set(map(id, map(itemgetter(0), replicas)))) == 1:  # the usual case
+        if len({id(replica.segment) for replica in replicas}) == 1:  # the usual case
             return [ReadGroup(numbers, placed, replicas)]
     rows: dict[int, list[tuple[int, LeasedLocation, Replica]]] = {}
     for number, known in zip(numbers, located, strict=True):

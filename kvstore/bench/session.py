@@ -218,9 +218,12 @@ class Session:
             self.driver.remove([key for some in batches[:done] for key in some])
 
     def _new_keys(self, count: int, batch: int) -> list[list[str]]:
+        """Return keys of one length, as hashes of blocks have."""
         self._rows += 1
         row = f"{self._name}{self._rows}"
-        return [[f"{row}-{number}-{index}" for index in range(batch)] for number in range(count)]
+        return [
+            [f"{row}-{number:06}-{index:05}" for index in range(batch)] for number in range(count)
+        ]
 
     def _check_bytes(self, count: int) -> None:
         """Raise InternalError: the last get did not return what was put."""
