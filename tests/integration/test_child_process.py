@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from kvstore import Client
 from kvstore.errors import ConfigError
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, Server, children_of, is_running
+from tests.support.wait import until
 
 EMBEDDED = f"""
 import sys, time
@@ -54,3 +57,20 @@ def test_a_parent_that_is_killed_ends_its_children() -> None:
             assert select.select([fd], [], [], 20)[0]
         finally:
             os.close(fd)
+
+
+def test_a_plan_that_is_killed_ends_its_processes(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(
+        json.dumps({"timestamp": 9 * number, "input_length": 20_480,
+                    "hash_ids": [*range(first, first + 40)]}) + "\n"
+        for number in range(20_000) for first in (number % 800 * 40,)
+    ))  # fmt: skip
+    arguments = ["plan", str(trace), "--memory", "1GiB,9GiB", "--block-bytes", "1MiB", "--sample=1"]
+    plan = Server("kvstore.cli.main", arguments, log=tmp_path / "log")
+    try:
+        processes = until(lambda: children_of(plan.pid), within_s=30)
+        plan.kill()
+        until(lambda: not any(map(is_running, processes)), within_s=20)
+    finally:
+        plan.close()
