@@ -220,8 +220,7 @@ def check_no_overlap(keys: Sequence[Key], payloads: Sequence[Payload]) -> Device
         BufferMismatchError: a buffer is a view of the pool, or on another device than the first.
     """
     on_device = [payload for payload in payloads if not isinstance(payload, list)]
-    lists = [payload for payload in payloads if isinstance(payload, list)]
-    host = list(itertools.chain.from_iterable(lists))
+    host = [view for payload in payloads if isinstance(payload, list) for view in payload]
     devices: set[Device | None] = {memory.device for memory in on_device if memory}
     if len(devices) + bool(host) > 1:
         raise BufferMismatchError(

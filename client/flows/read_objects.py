@@ -58,7 +58,7 @@ log = logging.getLogger("kvstore.client")
 
 ATTEMPTS = 4
 
-T = TypeVar("T")
+RowT = TypeVar("RowT")
 
 
 class GetOptions(NamedTuple):
@@ -107,8 +107,10 @@ class ReadTargets:
         self.bad: dict[int, list[CorruptReplica]] = {}
         """By position: reads under a valid lease that found other bytes."""
 
-    def allocate(self, numbers: Sequence[int], sizes: Sequence[int]) -> Sequence[Payload]:
-        """Return memory of exactly these sizes. Raises BufferMismatchError: the caller's has
+    def allocate(
+        self, numbers: Sequence[int], placed: Sequence[LeasedLocation]
+    ) -> Sequence[Payload]:
+        """Return memory of exactly the size of each. Raises BufferMismatchError: the caller's has
         less."""
         raise NotImplementedError
 
@@ -117,7 +119,7 @@ class ReadTargets:
         numbers, placed, replicas = group
         reads = self.transfer_type(replicas[0].segment, namespace, verify=verify)
         keys = select(self.keys, numbers)
-        payloads = self.allocate(numbers, [known.size for known in placed])
+        payloads = self.allocate(numbers, placed)
         rows = [
             (offset, known.size, known.epoch, known.counter, key, payload, capability)
             for known, (_, offset, capability), key, payload in zip(
@@ -142,11 +144,13 @@ class NewMemory(ReadTargets):
         self.rooms: list[Bytes1D | None] = [None] * len(keys)
         """The payload, where there is a descriptor."""
 
-    def allocate(self, numbers: Sequence[int], sizes: Sequence[int]) -> Sequence[Payload]:
+    def allocate(
+        self, numbers: Sequence[int], placed: Sequence[LeasedLocation]
+    ) -> Sequence[Payload]:
         payloads: list[Payload] = []
-        for number, size in zip(numbers, sizes, strict=True):
-            self.rooms[number] = room = np.empty(size, np.uint8)
-            payloads.append([memoryview(room)] if size else [])  # type: ignore[arg-type]
+        for number, known in zip(numbers, placed, strict=True):
+            self.rooms[number] = room = np.empty(known.size, np.uint8)
+            payloads.append([memoryview(room)] if known.size else [])  # type: ignore[arg-type]
         return payloads
 
     def found(self) -> Iterator[tuple[Key, bytes, Bytes1D] | None]:
@@ -167,12 +171,14 @@ class NewDeviceMemory(ReadTargets):
         self.device = device
         self.tensors = [device.driver.empty(0)] * len(keys)
 
-    def allocate(self, numbers: Sequence[int], sizes: Sequence[int]) -> Sequence[Payload]:
+    def allocate(
+        self, numbers: Sequence[int], placed: Sequence[LeasedLocation]
+    ) -> Sequence[Payload]:
         payloads: list[Payload] = []
-        for number, size in zip(numbers, sizes, strict=True):
-            if self.tensors[number].numel() != size:
-                self.tensors[number] = self.device.driver.empty(size)
-            payloads.append(memory_of(self.device, self.tensors[number]) if size else [])
+        for number, known in zip(numbers, placed, strict=True):
+            if self.tensors[number].numel() != known.size:
+                self.tensors[number] = self.device.driver.empty(known.size)
+            payloads.append(memory_of(self.device, self.tensors[number]) if known.size else [])
         return payloads
 
     def values(self) -> list[Found]:
@@ -196,17 +202,19 @@ class CallerMemory(ReadTargets):
         super().__init__(keys, transfer_type)
         self.payloads = payloads
 
-    def allocate(self, numbers: Sequence[int], sizes: Sequence[int]) -> Sequence[Payload]:
+    def allocate(
+        self, numbers: Sequence[int], placed: Sequence[LeasedLocation]
+    ) -> Sequence[Payload]:
         payloads = select(self.payloads, numbers)
         return [
             views
-            if type(views) is list and len(views) == 1 and len(views[0]) == size
-            else _first_bytes(views, size, self.keys[number])
-            for number, views, size in zip(numbers, payloads, sizes, strict=True)
+            if type(views) is list and len(views) == 1 and len(views[0]) == known.size
+            else _first_bytes(views, known.size, self.keys[number])
+            for number, views, known in zip(numbers, payloads, placed, strict=True)
         ]
 
 
-def select(column: Sequence[T], numbers: Sequence[int]) -> Sequence[T]:
+def select(column: Sequence[RowT], numbers: Sequence[int]) -> Sequence[RowT]:
     """Return the rows with these positions, which are in order and distinct."""
     return column if len(numbers) == len(column) else [column[number] for number in numbers]
 
@@ -391,32 +399,30 @@ def _group(
     located: Sequence[LeasedLocation | None],
 ) -> list[ReadGroup]:
     """Choose a replica of each object that was found, and group them by segment."""
-    if not (None in located or context.segments.failing or targets.bad):
-        placed = cast("Sequence[LeasedLocation]", located)
-        replicas = [known.replicas[0] for known in placed]
-        if len({id(replica.segment) for replica in replicas}) == 1:  # the usual case
-            return [ReadGroup(numbers, placed, replicas)]
+    is_choosing = context.segments.failing or bool(targets.bad)
     rows: dict[int, list[tuple[int, LeasedLocation, Replica]]] = {}
     for number, known in zip(numbers, located, strict=True):
-        if known is not None and (replica := _choose(context, targets, number, known)) is not None:
-            rows.setdefault(id(replica.segment), []).append((number, known, replica))
+        if known is None:
+            continue
+        replica = known.replicas[0]
+        if is_choosing:
+            replicas = _reachable(context, targets, number, known)
+            if not replicas:
+                context.count("avoided_reads")
+                continue  # a miss: none of its nodes has replied
+            replica = replicas[0]
+        rows.setdefault(id(replica.segment), []).append((number, known, replica))
     return [ReadGroup(*zip(*of_segment, strict=True)) for of_segment in rows.values()]
 
 
-def _choose(
+def _reachable(
     context: Context, targets: ReadTargets, number: int, known: LeasedLocation
-) -> Replica | None:
-    """Return the replica to try next; None: none of its nodes has replied, which is a miss."""
-    if not (context.segments.failing or targets.bad):
-        return known.replicas[0]
+) -> Sequence[Replica]:
+    """Return the replicas to try, in order. Forgets bad reads of earlier versions."""
     bad = confirmed(targets.bad.pop(number, []), known)
     if bad:
         targets.bad[number] = bad
-    replicas = context.segments.reachable(order_replicas(known, bad))
-    if not replicas:
-        context.count("avoided_reads")
-        return None
-    return replicas[0]
+    return context.segments.reachable(order_replicas(known, bad))
 
 
 def read_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:

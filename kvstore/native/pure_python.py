@@ -225,11 +225,10 @@ def flat_views(
         if type(value) is of_type:
             with contextlib.suppress(ValueError):  # a dtype that memoryview does not know
                 view = memoryview(value)  # type: ignore[arg-type]
-        if view is not None and not (
-            view.ndim == 1 and view.format == "B" and view.c_contiguous and view.nbytes
-        ):
+        is_flat = view is not None and view.ndim == 1 and view.format == "B" and view.c_contiguous
+        if view is not None and (not is_flat or not view.nbytes or (writable and view.readonly)):
             view = None
-        views.append(None if view is None or (writable and view.readonly) else view)
+        views.append(view)
     return views
 
 

@@ -62,7 +62,9 @@ def test_a_decoder_finds_what_a_prefiller_computed(demonstrate: Demonstrate) -> 
     report = json.loads(lines[-1])
     assert len(lines) == 1
     assert report["ok"]
-    assert [each["number"] for each in report["prompts"]] == [1, 2]
+    assert [(each["model"], each["number"]) for each in report["prompts"]] == [
+        ("Qwen3-Next", 1), ("Qwen3-Next", 2),
+    ]  # fmt: skip
     for each in report["prompts"]:
         assert each["prompt_tokens"] == TOKENS
         assert each["blocks_found"] == each["blocks"] == BLOCKS

@@ -516,13 +516,13 @@ def test_flat_views_are_of_rows_of_bytes_alone(steps: Any) -> None:
 
 
 def test_records_are_named_tuples_of_the_rows(steps: Any) -> None:
-    (one, two) = steps.records(Presented, [1, 2], ("a", "b"))
-    assert (type(one), one, two.name) == (Presented, (1, "a"), "b")
-    assert steps.records(Presented, [], []) == []
+    one, two = steps.records(NamedRow, [1, 2], ("a", "b"))
+    assert (type(one), one, two.name) == (NamedRow, (1, "a"), "b")
+    assert steps.records(NamedRow, [], []) == []
     with pytest.raises(ValueError, match=r"length|shorter"):
-        steps.records(Presented, [1, 2], ["a"])
+        steps.records(NamedRow, [1, 2], ["a"])
 
 
-class Presented(NamedTuple):
+class NamedRow(NamedTuple):
     number: int
     name: str
