@@ -1,4 +1,4 @@
-"""The gRPC server of calls and nodes' streams: generic handlers, made from the table ``CALLS``."""
+"""The gRPC server of calls: generic handlers, made from the table ``CALLS``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import errno
 import functools
 import os
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import grpc.aio
 
-from kvstore.calls import NodeMessage
 from kvstore.errors import (
     AddressInUseError,
     BusyError,
@@ -34,12 +33,11 @@ from kvstore.runtime.limiter import Limiter, WaitPreemptedError
 from kvstore.runtime.tasks import start_task
 from kvstore.wire import trace_context
 from kvstore.wire.messages import CALLS, JOIN_METADATA, RpcMethod
-from kvstore.wire.node_messages import NODE_SERVICE, decode_node_message, encode_master_message
 from kvstore.wire.port_probe import identify_service
-from kvstore.wire.status import METADATA_KEY, encode_error, grpc_code, unexpected
+from kvstore.wire.status import METADATA_KEY, encode_error, grpc_code
 
 CALLS_MAX = 4096
-"""Calls and node streams at once; further ones are refused and may be repeated."""
+"""Calls at once; further ones are refused and may be repeated."""
 
 CONNECTIONS_MAX = 16_384
 """Connections at once, if memory and open files suffice; the lane has as many."""
@@ -62,7 +60,7 @@ _OPTIONS = [
     ("grpc.max_send_message_length", FRAME_BYTES_MAX),
     # Otherwise two masters could share a port, and each would get some of the calls.
     ("grpc.so_reuseport", 0),
-    # A node's stream is silent between beats; a host that vanished must be noticed all the same.
+    # A host that vanished is noticed, although it sends nothing.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -153,8 +151,6 @@ class GrpcServer:
             # A stream of one request: gRPC's handlers of single requests wait for them for ever.
             handler: Handler = grpc.stream_unary_rpc_method_handler(self._unary(call))
             methods.setdefault(call.service, {})[call.name] = handler
-        session: Handler = grpc.stream_stream_rpc_method_handler(self._session)
-        methods[NODE_SERVICE] = {"Session": session}
         return tuple(
             grpc.method_handlers_generic_handler(service, handlers)
             for service, handlers in methods.items()
@@ -253,36 +249,6 @@ class GrpcServer:
                     )
                 return known
         return access.caller_without_token(call, identity)
-
-    async def _messages(self, context: Context) -> AsyncIterator[NodeMessage]:
-        data: object = await self._request(context)
-        while isinstance(data, bytes):  # else it is EOF
-            yield decode_node_message(data)
-            data = await context.read()
-
-    async def _session(self, _: object, context: Context) -> None:
-        """One node's stream. This is a coroutine, not a generator, so that the cancellation of a
-        broken stream arrives here, and the service's generator is closed at once rather than when
-        it is collected."""
-        try:
-            identity = self._access.identify_grpc_peer(context.auth_context)
-            outgoing = self._dispatcher.service.node_session(self._messages(context), identity)
-            async with contextlib.AsyncExitStack() as stack:
-                if isinstance(outgoing, AsyncGenerator):
-                    stack.push_async_callback(outgoing.aclose)
-                async for message in outgoing:
-                    encoded = encode_master_message(message)
-                    read = self._expect_reading(context, encoded)
-                    try:
-                        await context.write(encoded)
-                    finally:
-                        read()
-        except KVStoreError as error:
-            await _abort(context, error)
-        except grpc.aio.BaseError:
-            return  # the stream broke while a message was written
-        except Exception as error:  # noqa: BLE001  # the process outlives any bug in one stream
-            await _abort(context, unexpected(error, "Session", logger))
 
 
 def _when_done(context: Context, action: Callable[[], object]) -> None:

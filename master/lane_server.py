@@ -1,4 +1,5 @@
-"""The lane's server: calls as frames on TCP and on an abstract Unix socket, in the master's loop.
+"""The lane's server: calls and nodes' streams as frames, in the master's loop. It listens on TCP
+and on an abstract Unix socket.
 
 A misbehaving client costs the master a bounded amount, and other clients nothing: connections are
 counted, the first frame must come soon and must carry the token, each frame must be complete soon
@@ -29,6 +30,7 @@ from kvstore.limits import REQUEST_BYTES_MAX
 from kvstore.master.authorizer import Access
 from kvstore.master.dispatcher import Dispatcher, logger
 from kvstore.master.fair_scheduler import FairScheduler
+from kvstore.master.node_connection import NodeConnection
 from kvstore.master.open_access import LOCAL, OpenAccess
 from kvstore.master.state.traffic import Caller
 from kvstore.runtime.limiter import Limiter
@@ -37,7 +39,7 @@ from kvstore.runtime.resolver import limit_silence
 from kvstore.runtime.tasks import start_task
 from kvstore.security.tls_stream import TlsError
 from kvstore.wire import frames
-from kvstore.wire.frames import CALL, ERROR, REPLY, FrameReader, frame
+from kvstore.wire.frames import CALL, ERROR, NODE_MESSAGE, REPLY, FrameReader, frame
 from kvstore.wire.messages import BY_WIRE_NAME
 from kvstore.wire.status import encode_error
 
@@ -120,7 +122,7 @@ class LaneServer:
         """Those that have sent no good HELLO so far wait."""
         self.arriving = Limiter[_LaneProtocol]("arriving frames", ARRIVING_BYTES_MAX)
         self.unread = Limiter[_LaneProtocol]("unread replies", UNREAD_BYTES_MAX)
-        self._dispatcher = dispatcher
+        self.dispatcher = dispatcher
         self._servers: list[asyncio.Server] = []
         self._listener: socket.socket | None = None
         """Of connections by TCP, with authentication."""
@@ -211,19 +213,21 @@ class LaneServer:
             access.log_refusal(f"a connection to the lane: {why}")
 
     def _connection(self) -> _LaneProtocol:
-        return _LaneProtocol(self, self._dispatcher)
+        return _LaneProtocol(self)
 
 
 class _LaneProtocol(asyncio.BufferedProtocol):
     """The connection of one client. Threads: the loop's."""
 
-    def __init__(self, server: LaneServer, dispatcher: Dispatcher) -> None:
+    def __init__(self, server: LaneServer) -> None:
         self._server = server
-        self._dispatch = dispatcher.dispatch
+        self._dispatch = server.dispatcher.dispatch
         self._reader = FrameReader(HELLO_BYTES_MAX)
         self._loop = asyncio.get_running_loop()
-        self._waiting: asyncio.Task[bytes] | None = None
-        """The call that waits for its reply; frames that come after it are not looked at."""
+        self._waiting: asyncio.Task[bytes] | asyncio.Task[None] | None = None
+        """The call that waits for its reply, or the stream that has not taken its message; frames
+        that come after it are not looked at."""
+        self._node: NodeConnection | None = None
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._greeted = False
@@ -279,6 +283,8 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         self._pause()
         self._expect_rest(has_begun=False)
         self._set_timer(self._server.settings.stall_timeout_s, self._on_write_timeout)
+        if self._node is not None:
+            self._node.writable.clear()
         unread = self._transport.get_write_buffer_size()
         self._server.unread.wait(self, self._on_write_timeout, unread)
 
@@ -286,6 +292,8 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         self._congested = False
         self._set_timer(0.0, None)
         self._server.unread.release(self)
+        if self._node is not None:
+            self._node.writable.set()
         self._resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -296,6 +304,9 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.cancel()
+        node, self._node = self._node, None
+        if node is not None:
+            node.cancel()
         self._transport = None  # breaks the cycle with the transport; see also ``new_event_loop``
 
     # --- frames --------------------------------------------------------------------------------
@@ -388,6 +399,9 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         """The reply's frame; None when it must wait."""
         try:
             call = BY_WIRE_NAME.get(name)
+            if call is None and name == NODE_MESSAGE:
+                self._on_node_message(payload)
+                return None
             if call is None:
                 raise ProtocolError(
                     f"this master knows no call {name[:64]!r}",
@@ -414,6 +428,26 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         elif isinstance(error, KVStoreError):
             self._write([frame(call_id, ERROR, b"", encode_error(error))])
         self._resume()
+
+    def _on_node_message(self, payload: bytes) -> None:
+        node = self._node
+        if node is None:
+            assert self._caller is not None
+            node = self._node = NodeConnection(
+                self._server.dispatcher.service, self._caller.identity,
+                write=self._write, taken=self._on_message_taken, ended=self._on_stream_ended,
+            )  # fmt: skip
+        node.receive(payload)
+        self._waiting = node.task
+
+    def _on_message_taken(self) -> None:
+        self._waiting = None
+        self._resume()
+
+    def _on_stream_ended(self, error: KVStoreError | None) -> None:
+        if error is not None:
+            self._write([frame(0, ERROR, b"", encode_error(error))])
+        self._close_gently()
 
     # --- bounds --------------------------------------------------------------------------------
 
@@ -477,6 +511,11 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         logger.info("lane connection refused error=%s reason=%r", error.code, error.message)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(0, ERROR, b"", encode_error(error)))
+        self._close_gently()
+
+    def _close_gently(self) -> None:
+        """Closes the connection when its peer has read the replies, or does not for too long."""
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
             self._set_timer(self._server.settings.stall_timeout_s, self.close)
 

@@ -62,8 +62,7 @@ def proto_lines(file: str) -> Iterator[str]:
     yield f"// Written by proto/generate.py from {names}."
     yield 'syntax = "proto3";\n\npackage kvstore.v1;\n\nimport "kvstore/v1/common.proto";'
     if file == "node":
-        yield 'import "kvstore/v1/client.proto";\n\nservice NodeService {'
-        yield "  rpc Session(stream NodeMessage) returns (stream MasterMessage);\n}"
+        yield 'import "kvstore/v1/client.proto";'
         for envelope, kinds in (("NodeMessage", OF_NODE), ("MasterMessage", OF_MASTER)):
             yield f"\nmessage {envelope} {{\n  oneof message {{"
             for number, (kind, name) in enumerate(kinds.items(), 1):

@@ -33,7 +33,6 @@ from kvstore.calls import (
     NodeHeartbeat,
     NodeJoin,
     NodeLeave,
-    NodeMessage,
     NodeWipeDone,
 )
 from kvstore.errors import (
@@ -155,8 +154,6 @@ class NodeAgent:
         self.drained = False
         """Whether ``run`` ended because the node's objects have been moved elsewhere."""
         self._stopping = asyncio.Event()
-        self._sending = asyncio.Lock()
-        """A stream takes one message at a time."""
 
     @property
     def is_joined(self) -> bool:
@@ -235,7 +232,8 @@ class NodeAgent:
         """
         segment = self._segment
         async with NodeStream(master, self._credentials) as link:
-            await link.connect(CONNECT_SEVERAL_S if self._masters.several else JOIN_TIMEOUT_S)
+            timeout_s = CONNECT_SEVERAL_S if self._masters.several else JOIN_TIMEOUT_S
+            await link.connect(self._name, self._host, timeout_s)
             offer = segment.make_offer()._replace(
                 address=self._address,
                 fresh=self._fresh,
@@ -307,9 +305,10 @@ class NodeAgent:
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if stopping.done():
-                    reading.cancel()
-                    telling.cancel()
-                    copied.cancel()
+                    others = (reading, telling, copied)
+                    for task in others:
+                        task.cancel()
+                    await asyncio.gather(*others, return_exceptions=True)
                     await self._leave(link)
                     return
             finally:
@@ -349,11 +348,7 @@ class NodeAgent:
 
     async def _send_copied(self, link: NodeStream) -> None:
         while True:
-            await self._send(link, await self._copier.next_done())
-
-    async def _send(self, link: NodeStream, message: NodeMessage) -> None:
-        async with self._sending:
-            await link.send(message)
+            await link.send(await self._copier.next_done())
 
     async def _leave(self, link: NodeStream) -> None:
         """Fences, then sends the leave message and waits until the master has received it, after
@@ -361,7 +356,7 @@ class NodeAgent:
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await self._fence_all()
-                await self._send(link, NodeLeave())
+                await link.send(NodeLeave())
                 await link.done_sending()
                 while True:
                     await link.receive()
@@ -374,8 +369,7 @@ class NodeAgent:
         while not link.is_outdated:
             number += 1
             moved = self._server.counters()
-            await self._send(
-                link,
+            await link.send(
                 NodeHeartbeat(
                     number,
                     self._report_shm_entry_missing(),
@@ -408,7 +402,7 @@ class NodeAgent:
             chunks = self._disk_chunks(self._disks[number - 1]) if number else self._chunks()
             async for chunk, total, last in chunks:
                 await answers.acquire()
-                await self._send(link, inventory.claims(number, chunk, first=is_first, last=last))
+                await link.send(inventory.claims(number, chunk, first=is_first, last=last))
                 is_first = False
                 reported += len(chunk)
                 found += total
@@ -507,7 +501,7 @@ class NodeAgent:
                         self._late_wipes.add(task)
                         task.add_done_callback(self._late_wipes.discard)
                         continue
-                    await self._send(link, NodeWipeDone(message.wipe_seq))
+                    await link.send(NodeWipeDone(message.wipe_seq))
                 case MasterCopy():
                     if (writing := self._copier.copy(message)) is not None:
                         tasks.add(start_task("copy", writing))
@@ -517,7 +511,7 @@ class NodeAgent:
     async def _wipe_disk(self, link: NodeStream, disk: DiskFile, request: MasterWipe) -> None:
         with self._without_failed(disk):
             await self._copier.wipe(disk, request)
-        await self._send(link, NodeWipeDone(request.wipe_seq))
+        await link.send(NodeWipeDone(request.wipe_seq))
 
     @contextlib.contextmanager
     def _without_failed(self, kept: Medium) -> Iterator[None]:
@@ -542,7 +536,7 @@ class NodeAgent:
         The master repeats the request if the session ends before."""
         await asyncio.wait(copies)
         await self._wipe(request)
-        await self._send(link, NodeWipeDone(request.wipe_seq))
+        await link.send(NodeWipeDone(request.wipe_seq))
 
     async def _wipe(self, request: MasterWipe) -> None:
         """Wipes extents. First closes connections on which bytes of abandoned puts may still

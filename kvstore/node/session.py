@@ -1,23 +1,40 @@
-"""The node's side of ``NodeService.Session``."""
+"""A node's stream to its master: frames on the master's lane (``kvstore.wire.frames``)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from typing import TYPE_CHECKING, Self
+import os
+import socket
+from typing import Self, cast
 
 import grpc
 import grpc.aio
 
-from kvstore.calls import MasterMessage, NodeMessage
-from kvstore.errors import KVStoreError, MasterUnreachableError
-from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.calls import Join, JoinReply, MasterMessage, NodeMessage
+from kvstore.errors import (
+    KVStoreError,
+    MasterUnreachableError,
+    ProtocolError,
+    without_frames,
+)
+from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION
+from kvstore.runtime.addresses import split_address
 from kvstore.runtime.clock import uptime
-from kvstore.runtime.resolver import RESOLVE_S, NameResolutionError, grpc_target
-from kvstore.runtime.tasks import start_task
-from kvstore.security.credentials import Credentials, channel_options
-from kvstore.wire.node_messages import SESSION_PATH, decode_master_message, encode_node_message
+from kvstore.runtime.resolver import grpc_target, limit_silence, resolve
+from kvstore.security.credentials import MASTER_NAME, Credentials, channel_options
+from kvstore.wire.frames import (
+    CALL,
+    ERROR,
+    NODE_MESSAGE,
+    REPLY,
+    Frame,
+    FrameReader,
+    frame,
+    hello,
+)
+from kvstore.wire.messages import CALLS, decode_reply, encode_request
+from kvstore.wire.node_messages import decode_master_message, encode_node_message
 from kvstore.wire.port_probe import (
     GRPC,
     NO_MASTER,
@@ -32,25 +49,14 @@ from kvstore.wire.status import (
     detail_of,
     from_grpc,
     short_reason,
-    unexpected,
 )
 
-if TYPE_CHECKING:
-    Call = grpc.aio.StreamStreamCall[bytes, bytes]
+JOIN = CALLS[Join]
 
-log = logging.getLogger("kvstore.node")
-
-RECEIVED_MAX = 64
-"""Messages that wait for ``receive``; beyond, gRPC's flow control pauses the master."""
+SILENCE_S = 5
+"""Time after which a host that has vanished is noticed, even if nothing is sent."""
 
 _OPTIONS = (
-    ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
-    ("grpc.max_send_message_length", FRAME_BYTES_MAX),
-    # A host that vanished is noticed within seconds, whatever the stream carries.
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
 )
@@ -61,18 +67,18 @@ _NOT_THE_MASTER = (
     grpc.StatusCode.INTERNAL,
 )
 """Codes of gRPC itself for the end of a connection; the master's errors carry a detail. INTERNAL
-("Internal error from Core"): the peer ended the stream while it was opened."""
+("Internal error from Core"): the peer ended the connection while it was opened."""
 
 
 class NodeStream:
     """One session with the master at ``address``.
 
         async with NodeStream("127.0.0.1:50001") as stream:
+            await stream.connect("node-1", "host-1", 5.0)
             await stream.send(NodeJoin(...))
             accepted = await stream.receive()
 
-    Entering only resolves the host name; the first ``receive`` raises if there is no master.
-    Leaving ends the session. One task may send while another receives.
+    Leaving ends the session. One task may receive while others send.
     """
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
@@ -80,61 +86,35 @@ class NodeStream:
         self._address = address
         self._credentials = credentials
         self._pems = None if credentials is None else credentials.pems()
-        self._received: asyncio.Queue[MasterMessage | KVStoreError] = asyncio.Queue(RECEIVED_MAX)
         self._ended: KVStoreError | None = None
-        self._channel: grpc.aio.Channel | None = None
-        self._call: Call | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._frames = FrameReader(FRAME_BYTES_MAX)
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter | None = None
 
     async def __aenter__(self) -> Self:
-        try:
-            target, named = await asyncio.to_thread(
-                grpc_target, self._address, uptime() + RESOLVE_S
-            )
-        except NameResolutionError as error:
-            raise MasterUnreachableError(
-                f"no session with the master at {self._address}: {error}",
-                advice="Check the address, and this host's name service.",
-                address=self._address,
-            ) from None
-        if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS + named)
-        else:
-            options = [*_OPTIONS, *named, *channel_options()]
-            self._channel = grpc.aio.secure_channel(
-                target, self._credentials.channel(), options=options
-            )
-        session: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
-        session = self._channel.stream_stream(SESSION_PATH)
-        self._call = session()
-        self._reader = start_task("node stream", self._read(self._call))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
-        if self._call is not None:
-            self._call.cancel()
-        if self._channel is not None:
-            await self._channel.close()
+        if self._writer is not None:
+            self._writer.transport.abort()
 
     @property
     def is_outdated(self) -> bool:
         """Whether the node's certificate was renewed: the session ends with the old one."""
         return self._credentials is not None and self._credentials.pems() is not self._pems
 
-    async def connect(self, timeout_s: float) -> None:
-        """Waits until a connection is open. Raises MasterUnreachableError."""
-        assert self._channel is not None, "enter the stream first"
-        ready = grpc.ChannelConnectivity.READY
+    async def connect(self, name: str, host: str, timeout_s: float) -> None:
+        """Asks the master for its lane, and connects to it.
+
+        Raises:
+            MasterUnreachableError: nothing answers, or not in time, or no master.
+            KVStoreError: the master refuses the node.
+        """
+        until = uptime() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                while (state := self._channel.get_state(try_to_connect=True)) is not ready:
-                    if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                        raise await self._ending()
-                    await self._channel.wait_for_state_change(state)
+                joined = await self._join(Join(name, host, PROTOCOL_VERSION), until)
+                await self._connect(joined, until)
         except TimeoutError:
             raise MasterUnreachableError(
                 f"no master answers at {self._address} within {timeout_s:.0f} s",
@@ -142,93 +122,152 @@ class NodeStream:
                 address=self._address,
             ) from None
 
-    async def _ending(self) -> KVStoreError:
-        """Receives the error of a session without a master."""
-        while not isinstance(received := await self._received.get(), KVStoreError):
-            pass
-        return received
+    async def _join(self, join: Join, until: float) -> JoinReply:
+        try:
+            target, named = await asyncio.to_thread(grpc_target, self._address, until)
+        except OSError as error:
+            raise self._unreachable(
+                str(error), "Check the address, and this host's name service."
+            ) from None
+        options = [*_OPTIONS, *named]
+        if self._credentials is None:
+            channel = grpc.aio.insecure_channel(target, options=options)
+        else:
+            options += channel_options()
+            channel = grpc.aio.secure_channel(target, self._credentials.channel(), options=options)
+        async with channel:
+            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(JOIN.path)
+            try:
+                return cast(JoinReply, decode_reply(JOIN, await call(encode_request(join))))
+            except grpc.aio.AioRpcError as error:
+                failure = await self._join_error(error)
+        raise failure  # without gRPC's error as context, which would keep the connection
+
+    async def _connect(self, joined: JoinReply, until: float) -> None:
+        """Opens the connection, and sends the HELLO."""
+        port = joined.lane_port
+        try:
+            sock = await self._open_socket(port, until)
+            tls = None if self._credentials is None else self._credentials.client()
+            self._reader, self._writer = await asyncio.open_connection(
+                sock=sock, ssl=tls, server_hostname=None if tls is None else MASTER_NAME
+            )
+            self._writer.write(hello(joined.lane_token))
+            _, kind, _, payload = await self._next()
+        except OSError as error:
+            reason = os.strerror(error.errno).lower() if error.errno else str(error)
+            raise self._unreachable(
+                f"its lane, TCP port {port}: {reason}",
+                f"Nodes need TCP port {port} of the master's host, too.",
+            ) from None
+        if kind == ERROR:  # the term has ended since the join, or no connection is free
+            refusal = decode_error(payload)
+            raise self._unreachable(refusal.message, refusal.advice)
+
+    async def _open_socket(self, port: int, until: float) -> socket.socket:
+        """Returns a connected socket. Raises OSError."""
+        host, _ = split_address(self._address)
+        failure: OSError | None = None
+        for address in await asyncio.to_thread(resolve, host, port, until):
+            sock = socket.socket(address.family, socket.SOCK_STREAM)
+            try:
+                sock.setblocking(False)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                limit_silence(sock, SILENCE_S)
+                await asyncio.get_running_loop().sock_connect(sock, address.place)
+            except BaseException as error:
+                sock.close()
+                if not isinstance(error, OSError):
+                    raise
+                failure = without_frames(error)
+            else:
+                return sock
+        assert failure is not None
+        raise failure
 
     async def send(self, message: NodeMessage) -> None:
-        """Returns when gRPC has accepted the message. Cancelling it ends the session.
+        """Returns when the connection can take more. Cancelling it loses no message.
 
         Raises:
             KVStoreError: the session has ended.
         """
-        assert self._call is not None, "enter the stream first"
+        await self._write(encode_node_message(message))
+
+    async def done_sending(self) -> None:
+        """Closes this side; the master may continue to send until it ends the session."""
+        with contextlib.suppress(KVStoreError):
+            await self._write(b"")
+
+    async def _write(self, payload: bytes) -> None:
         if self._ended is not None:
             raise self._ended
+        assert self._writer is not None, "connect first"
         try:
-            await self._call.write(encode_node_message(message))
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            ended = await self._end_reason(error)
-        else:
-            return
-        raise ended  # without gRPC's error as context, which would keep the connection
+            self._writer.write(frame(0, CALL, NODE_MESSAGE, payload))
+            await self._writer.drain()
+        except OSError:
+            raise self._ending() from None
 
     async def receive(self) -> MasterMessage:
         """Receives the next message. Cancelling it loses none.
 
         Raises:
-            MasterUnreachableError: there is no master, or the stream ended.
+            MasterUnreachableError: the stream ended.
             KVStoreError: the master ended the session with it.
         """
-        if self._ended is not None and self._received.empty():
+        if self._ended is not None:
             raise self._ended
-        received = await self._received.get()
-        if isinstance(received, KVStoreError):
-            raise received
-        return received
-
-    async def done_sending(self) -> None:
-        """Closes this side; the master may continue to send until it ends the session."""
-        assert self._call is not None, "enter the stream first"
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-            await self._call.done_writing()
-
-    async def _read(self, call: Call) -> None:
-        # A task of its own: cancelling a read of grpc.aio would cancel the whole session.
         try:
-            while isinstance(data := await call.read(), bytes):  # else it is EOF
-                await self._received.put(decode_master_message(data))
-            ended = await self._end_reason(None)
-        except grpc.RpcError as error:
-            ended = await self._end_reason(error)
+            _, kind, _, payload = await self._next()
+            if kind == REPLY:
+                return decode_master_message(payload)
+            ended = decode_error(payload)
+        except OSError:
+            ended = self._ending()
         except KVStoreError as error:
             ended = error
-        except Exception as error:  # noqa: BLE001  # otherwise ``receive`` would wait forever
-            ended = unexpected(error, "reading what the master says", log)
         self._ended = ended
-        await self._received.put(ended)
+        raise ended
 
-    async def _end_reason(self, error: Exception | None) -> KVStoreError:
-        """The error that ended the session."""
-        if not isinstance(error, grpc.RpcError):
-            # ``write`` and ``read`` only report the end; the call has the reason.
-            assert self._call is not None
-            code, details = await self._call.code(), await self._call.details()
-            if code is grpc.StatusCode.OK:
-                return MasterUnreachableError(
-                    f"the master at {self._address} ended the session", address=self._address
-                )
-            metadata = await self._call.trailing_metadata()
-            error = grpc.aio.AioRpcError(code, metadata, metadata, details)
+    async def _next(self) -> Frame:
+        """Receives a frame. Raises ProtocolError; OSError: the connection ended."""
+        frames = self._frames
+        while (received := frames.next()) is None:
+            space = frames.space()
+            if not (data := await self._reader.read(len(space))):
+                raise ConnectionError("the master closed the connection")
+            space[: len(data)] = data
+            frames.received(len(data))
+        if received[1] not in (REPLY, ERROR):
+            raise ProtocolError(f"a master sends no frames of kind {received[1]}")
+        return received
+
+    def _ending(self) -> KVStoreError:
+        return MasterUnreachableError(
+            f"the master at {self._address} ended the session", address=self._address
+        )
+
+    def _unreachable(self, reason: str, advice: str) -> KVStoreError:
+        return MasterUnreachableError(
+            f"no session with the master at {self._address}: {reason}",
+            advice=advice,
+            address=self._address,
+        )
+
+    async def _join_error(self, error: grpc.aio.AioRpcError) -> KVStoreError:
         detail = detail_of(error)
         if detail is not None:
             return decode_error(detail)
         code, details = error.code(), error.details() or ""
-        if code in _NOT_THE_MASTER:
-            reason = short_reason(details)
-            what = ""
-            if is_protocol_mismatch(details):
-                what = await asyncio.to_thread(identify_service, self._address)
-            if self._credentials is not None:
-                if reason in CLOSED_REASONS:
-                    reason = self._credentials.validity_error() or reason
-                what = GRPC if what == TLS else what
-            reason = NO_MASTER + what if what not in ("", GRPC) else reason
-            return MasterUnreachableError(
-                f"no session with the master at {self._address}: {reason}",
-                advice=unreachable_advice(self._address, [reason]),
-                address=self._address,
-            )
-        return from_grpc(code, details, None)
+        if code not in _NOT_THE_MASTER:
+            return from_grpc(code, details, None)
+        reason = short_reason(details)
+        what = ""
+        if is_protocol_mismatch(details):
+            what = await asyncio.to_thread(identify_service, self._address)
+        if self._credentials is not None:
+            if reason in CLOSED_REASONS:
+                reason = self._credentials.validity_error() or reason
+            what = GRPC if what == TLS else what
+        reason = NO_MASTER + what if what not in ("", GRPC) else reason
+        return self._unreachable(reason, unreachable_advice(self._address, [reason]))

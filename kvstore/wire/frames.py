@@ -13,6 +13,10 @@ A connection opens with a HELLO from the client, whose payload is ``MAGIC``, u32
 and the lane token of the ``Join`` reply; the server answers with a REPLY (empty) or an ERROR and
 closes. Then the client sends CALLs, with replies in order. A client that abandons a reply closes
 the connection.
+
+A node's stream has a connection of its own. Each CALL named ``NODE_MESSAGE`` carries a message of
+the node, an empty one its end; each REPLY carries a message of the master, an ERROR ends the
+stream. All of them have call id 0.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from kvstore.limits import (
 )
 
 MAGIC = b"kvs-lane"
+NODE_MESSAGE = b"NodeMessage"
 TOKEN_BYTES_MAX = 96
 """Limit of a lane token: a secret of the master or a signature, then the client's identity
 (``kvstore.master.authorizer``)."""

@@ -16,9 +16,6 @@ from kvstore.v1 import node_pb2
 from kvstore.wire.codec import codec
 from kvstore.wire.columns import UNENCODABLE
 
-NODE_SERVICE = node_pb2.DESCRIPTOR.services_by_name["NodeService"].full_name
-SESSION_PATH = f"/{NODE_SERVICE}/Session"
-
 
 def _fields(kinds: object, prefix: str) -> dict[type, str]:
     """Return the field of each class: its name without ``prefix``, in snake case."""

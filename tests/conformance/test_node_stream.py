@@ -1,4 +1,4 @@
-"""A node's stream from both ends: ``NodeStream`` against the real gRPC server.
+"""A node's stream from both ends: ``NodeStream`` against the real servers of a master.
 
 Both run in the server's loop, because ``grpc.aio`` serves one loop per process without noise.
 """
@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import gc
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from kvstore import calls
@@ -24,10 +22,14 @@ from kvstore.errors import (
     MasterUnreachableError,
     NodeNameTakenError,
     ProtocolError,
+    UsageError,
 )
+from kvstore.master.lane_server import LaneSettings
 from kvstore.node.session import NodeStream
-from kvstore.wire.node_messages import SESSION_PATH
-from tests.conformance.rpc_peers import ScriptedService, Server
+from kvstore.wire.frames import CALL, ERROR, NODE_MESSAGE, REPLY, frame
+from kvstore.wire.node_messages import encode_node_message
+from kvstore.wire.status import decode_error
+from tests.conformance.rpc_peers import RawLane, ScriptedService, Server
 
 OFFER = calls.SegmentOffer(1 << 20, b"u" * 16, "kvstore-x", "h:1", b"t" * 16, 5, 1, True)
 JOIN = calls.NodeJoin("n", "h", 1, 0, [OFFER])
@@ -47,6 +49,7 @@ def run(server: Server, scenario: Scenario) -> None:
 
     async def session() -> None:
         async with asyncio.timeout(10), NodeStream(server.address) as stream:
+            await stream.connect("n", "h", 5)
             await scenario(stream)
 
     asyncio.run_coroutine_threadsafe(session(), server._loop).result(20)
@@ -71,7 +74,7 @@ def test_nobody_answers() -> None:
     async def session(address: str) -> None:
         async with asyncio.timeout(10), NodeStream(address) as stream:
             with pytest.raises(MasterUnreachableError, match="no master answers"):
-                await stream.connect(0.2)
+                await stream.connect("n", "h", 0.2)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:  # and says nothing
         asyncio.run(session(f"127.0.0.1:{listening.getsockname()[1]}"))
@@ -79,7 +82,6 @@ def test_nobody_answers() -> None:
 
 def test_messages_go_both_ways(server: Server) -> None:
     async def scenario(stream: NodeStream) -> None:
-        await stream.connect(5)
         await stream.send(JOIN)
         assert await stream.receive() == ACCEPTED
         for number in range(100):
@@ -105,6 +107,7 @@ def test_an_error_of_the_master_arrives_typed(server: Server) -> None:
     scripted(server, ACCEPTED, NodeNameTakenError("there is one", advice="Rename.", name="n"))
 
     async def scenario(stream: NodeStream) -> None:
+        await stream.send(JOIN)
         assert await stream.receive() == ACCEPTED
         with pytest.raises(NodeNameTakenError) as caught:
             await stream.receive()
@@ -121,6 +124,7 @@ def test_a_bug_of_the_master_is_an_internal_error(
     scripted(server, ZeroDivisionError("a bug"))
 
     async def scenario(stream: NodeStream) -> None:
+        await stream.send(JOIN)
         with pytest.raises(InternalError):
             await stream.receive()
 
@@ -131,19 +135,26 @@ def test_a_bug_of_the_master_is_an_internal_error(
 
 def test_a_malformed_message_ends_the_session(server: Server) -> None:
     """The service sees it where it reads, and it is told to whoever sent it."""
+    for garbage in (b"\xff\xff\xff", b"\x0a\x00"):
+        with RawLane(server.endpoints, token=server.endpoints.lane_token) as raw:
+            assert raw.next() is not None
+            raw.sock.sendall(frame(0, CALL, NODE_MESSAGE, garbage))
+            ended = raw.next()
+            assert ended is not None
+            assert ended[1] == ERROR
+            assert isinstance(decode_error(ended[3]), UsageError | ProtocolError)
+            assert raw.sock.recv(1) == b""
 
-    async def scenario(_: NodeStream) -> None:
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            for garbage in (b"\xff\xff\xff", b"", b"\x0a\x00"):
-                session: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
-                session = channel.stream_stream(SESSION_PATH)
-                call = session()
-                await call.write(garbage)
-                with pytest.raises(grpc.aio.AioRpcError):
-                    await call.read()
-                assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
-    run(server, scenario)
+def test_a_node_that_does_not_read_is_cut() -> None:
+    """Its messages wait, and take nothing from others."""
+    with Server(ScriptedService(), settings=LaneSettings(stall_timeout_s=0.3)) as server:
+        numbers = range(9_000)
+        scripted(server, *[calls.MasterWipe(1, b"u" * 16, numbers, numbers, numbers)] * 500)
+        with RawLane(server.endpoints, token=server.endpoints.lane_token) as raw:
+            raw.sock.sendall(frame(0, CALL, NODE_MESSAGE, encode_node_message(JOIN)))
+            assert server.service.sessions_ended.wait(10)
+        assert server.run(lambda: server.carriers.lane.stats.stalled) == 1
 
 
 def test_done_sending_lets_the_master_finish(server: Server) -> None:
@@ -177,36 +188,41 @@ def test_nobody_there(server: Server) -> None:
 
     async def session() -> None:
         async with asyncio.timeout(10), NodeStream(f"127.0.0.1:{port}") as stream:
-            with pytest.raises(MasterUnreachableError, match="connection refused"):
-                await stream.connect(5)
-            with pytest.raises(MasterUnreachableError, match="connection refused"):
-                await stream.send(JOIN)
-            with pytest.raises(MasterUnreachableError) as caught:
-                await stream.receive()
+            with pytest.raises(MasterUnreachableError, match="connection refused") as caught:
+                await stream.connect("n", "h", 5)
             assert caught.value.fields == {"address": f"127.0.0.1:{port}"}
 
     asyncio.run_coroutine_threadsafe(session(), server._loop).result(20)
 
 
-def test_a_malformed_message_of_the_master_is_a_protocol_error() -> None:
-    async def session() -> None:
-        async def babble(_: object, context: Any) -> None:
-            await context.write(b"\xff\xff\xff")
+def test_a_lane_that_cannot_be_reached(server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = server.service.lane_port = sock.getsockname()[1]
 
-        handler: grpc.RpcMethodHandler[bytes, bytes]
-        handler = grpc.stream_stream_rpc_method_handler(babble)
-        master = grpc.aio.server()
-        service = SESSION_PATH.split("/")[1]
-        master.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(service, {"Session": handler}),)
-        )
-        port = master.add_insecure_port("127.0.0.1:0")
-        await master.start()
-        with contextlib.suppress(asyncio.CancelledError):
-            async with asyncio.timeout(10), NodeStream(f"127.0.0.1:{port}") as stream:
+    async def session() -> None:
+        async with asyncio.timeout(10), NodeStream(server.address) as stream:
+            with pytest.raises(MasterUnreachableError, match=f"lane, TCP port {port}: connection"):
+                await stream.connect("n", "h", 5)
+
+    asyncio.run_coroutine_threadsafe(session(), server._loop).result(20)
+
+
+@pytest.mark.parametrize("reply", [frame(0, REPLY, b"", b"\xff" * 3), frame(0, CALL, b"x", b"")])
+def test_a_malformed_message_of_the_master_is_a_protocol_error(
+    server: Server, reply: bytes
+) -> None:
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(frame(0, REPLY, b"", b"") + reply)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+    async def session() -> None:
+        async with await asyncio.start_server(babble, "127.0.0.1", 0) as lane:
+            server.service.lane_port = lane.sockets[0].getsockname()[1]
+            async with asyncio.timeout(10), NodeStream(server.address) as stream:
+                await stream.connect("n", "h", 5)
                 with pytest.raises(ProtocolError):
                     await stream.receive()
-        await master.stop(None)
 
-    asyncio.run(session())
-    gc.collect()
+    asyncio.run_coroutine_threadsafe(session(), server._loop).result(20)

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from kvstore.memory.shm_entries import SHM_PREFIX
 from kvstore.runtime.host import SHM_DIRECTORY
 from tests.support.processes import ROOT
@@ -57,7 +59,10 @@ class Quickstart:
         self.port = self.http_port = 0
 
     def ready(self) -> None:
-        found = until(lambda: READY.findall(self.said()), within_s=60)
+        try:
+            found = until(lambda: READY.findall(self.said()), within_s=60)
+        except pytest.fail.Exception as error:
+            pytest.fail(f"{error}: {self.text}")
         self.http_port = int(found[0])
         self.port = int(re.findall(r"ready at 127\.0\.0\.1:(\d+)", self.text)[0])
 

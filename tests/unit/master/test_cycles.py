@@ -6,18 +6,29 @@ import asyncio
 import gc
 import socket
 import weakref
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
 
+from kvstore.calls import (
+    MasterHeartbeat,
+    MasterMessage,
+    NodeHeartbeat,
+    NodeLeave,
+    NodeMessage,
+)
 from kvstore.config import MasterConfig
+from kvstore.errors import NodeNameTakenError
 from kvstore.master.authorizer import Authorizer
 from kvstore.master.busy_poll import new_event_loop
 from kvstore.master.dispatcher import Dispatcher
 from kvstore.master.lane_server import LaneServer, _LaneProtocol
 from kvstore.security.credentials import MASTER_NAME, Credentials
+from kvstore.security.identity import Identity
+from kvstore.wire.frames import CALL, NODE_MESSAGE, REPLY, frame, hello
+from kvstore.wire.node_messages import encode_node_message
 from tests.support.certificates import Identities
 
 ResultT = TypeVar("ResultT")
@@ -57,6 +68,48 @@ def test_a_connection_within_tls_is_gone_with_its_end(tmp_path: Path) -> None:
                 await asyncio.sleep(0.001)
             ends = [end for each in server.connections for end in ends_of(each)]
             wire.close()
+            while server.connections:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        await server.stop()
+        return ends
+
+    assert [end() for end in run(come_and_go())] == [None, None]
+
+
+class NodeService:
+    """Serves a stream of a node; the message ``refused`` ends it."""
+
+    async def node_session(
+        self, incoming: AsyncIterator[NodeMessage], _: Identity
+    ) -> AsyncIterator[MasterMessage]:
+        async for message in incoming:
+            yield MasterHeartbeat(1)
+            if isinstance(message, NodeLeave):
+                raise NodeNameTakenError("refused")
+
+
+@pytest.mark.usefixtures("_collector_off")
+@pytest.mark.parametrize("message", [NodeLeave(), NodeHeartbeat(1)])
+def test_a_stream_of_a_node_is_gone_with_its_end(message: NodeMessage) -> None:
+    """Whether the master ends it, or the node."""
+
+    async def come_and_go() -> list[weakref.ref[object]]:
+        server = LaneServer(Dispatcher(cast(Any, NodeService())), b"t" * 16)
+        await server.bind("127.0.0.1", 0, unix=False)
+        await server.start()
+        async with asyncio.timeout(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            while not server.connections:
+                await asyncio.sleep(0.001)
+            ends = [end for each in server.connections for end in ends_of(each)]
+            writer.write(hello(b"t" * 16))
+            writer.write(frame(0, CALL, NODE_MESSAGE, encode_node_message(message)))
+            assert await reader.readexactly(len(frame(0, REPLY, b"", b"")))
+            assert await reader.read(100)
+            if isinstance(message, NodeLeave):
+                await reader.read()
+            writer.close()
             while server.connections:
                 await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)
