@@ -65,7 +65,7 @@ log = logging.getLogger("kvstore.master")
 TICK_S: Final = 0.05
 """Time between two ticks, which do the work that is due, while puts are pending or calls wait."""
 
-IDLE_TICK_S: Final = 0.2
+IDLE_TICK_S: Final = 0.5
 """The same otherwise: no promise is late by more than this. A tick of an idle process takes 0.4 ms,
 because nothing is in the processor's caches."""
 

@@ -306,8 +306,8 @@ class NodeAgent:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if stopping.done():
                     others = (reading, telling, copied)
-                    for task in others:
-                        task.cancel()
+                    for other in others:
+                        other.cancel()
                     await asyncio.gather(*others, return_exceptions=True)
                     await self._leave(link)
                     return
