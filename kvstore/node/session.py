@@ -12,16 +12,17 @@ import grpc
 import grpc.aio
 
 from kvstore.calls import Join, JoinReply, MasterMessage, NodeMessage
-from kvstore.errors import (
-    KVStoreError,
-    MasterUnreachableError,
-    ProtocolError,
-    without_frames,
-)
+from kvstore.errors import KVStoreError, MasterUnreachableError, ProtocolError
 from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION
 from kvstore.runtime.addresses import split_address
 from kvstore.runtime.clock import uptime
-from kvstore.runtime.resolver import grpc_target, limit_silence, resolve
+from kvstore.runtime.resolver import (
+    Address,
+    NameResolutionError,
+    grpc_target,
+    limit_silence,
+    resolve,
+)
 from kvstore.security.credentials import MASTER_NAME, Credentials, channel_options
 from kvstore.wire.frames import (
     CALL,
@@ -87,7 +88,7 @@ class NodeStream:
         self._credentials = credentials
         self._pems = None if credentials is None else credentials.pems()
         self._ended: KVStoreError | None = None
-        self._frames = FrameReader(FRAME_BYTES_MAX)
+        self._frames: FrameReader
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
 
@@ -95,6 +96,9 @@ class NodeStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._writer is not None:
             self._writer.transport.abort()
 
@@ -114,21 +118,20 @@ class NodeStream:
         try:
             async with asyncio.timeout(timeout_s):
                 joined = await self._join(Join(name, host, PROTOCOL_VERSION), until)
-                await self._connect(joined, until)
+                await self._open_lane(joined, until)
         except TimeoutError:
             raise MasterUnreachableError(
                 f"no master answers at {self._address} within {timeout_s:.0f} s",
                 advice=unreachable_advice(self._address, []),
                 address=self._address,
             ) from None
-
-    async def _join(self, join: Join, until: float) -> JoinReply:
-        try:
-            target, named = await asyncio.to_thread(grpc_target, self._address, until)
-        except OSError as error:
+        except NameResolutionError as error:
             raise self._unreachable(
                 str(error), "Check the address, and this host's name service."
             ) from None
+
+    async def _join(self, join: Join, until: float) -> JoinReply:
+        target, named = await asyncio.to_thread(grpc_target, self._address, until)
         options = [*_OPTIONS, *named]
         if self._credentials is None:
             channel = grpc.aio.insecure_channel(target, options=options)
@@ -143,47 +146,42 @@ class NodeStream:
                 failure = await self._join_error(error)
         raise failure  # without gRPC's error as context, which would keep the connection
 
-    async def _connect(self, joined: JoinReply, until: float) -> None:
-        """Opens the connection, and sends the HELLO."""
-        port = joined.lane_port
-        try:
-            sock = await self._open_socket(port, until)
-            tls = None if self._credentials is None else self._credentials.client()
-            self._reader, self._writer = await asyncio.open_connection(
-                sock=sock, ssl=tls, server_hostname=None if tls is None else MASTER_NAME
-            )
-            self._writer.write(hello(joined.lane_token))
-            _, kind, _, payload = await self._next()
-        except OSError as error:
-            reason = os.strerror(error.errno).lower() if error.errno else str(error)
-            raise self._unreachable(
-                f"its lane, TCP port {port}: {reason}",
-                f"Nodes need TCP port {port} of the master's host, too.",
-            ) from None
-        if kind == ERROR:  # the term has ended since the join, or no connection is free
-            refusal = decode_error(payload)
-            raise self._unreachable(refusal.message, refusal.advice)
-
-    async def _open_socket(self, port: int, until: float) -> socket.socket:
-        """Returns a connected socket. Raises OSError."""
+    async def _open_lane(self, joined: JoinReply, until: float) -> None:
+        """Connects to the lane. Of several masters with one name, one knows the token."""
         host, _ = split_address(self._address)
-        failure: OSError | None = None
+        port, reason, advice = joined.lane_port, "", ""
         for address in await asyncio.to_thread(resolve, host, port, until):
-            sock = socket.socket(address.family, socket.SOCK_STREAM)
             try:
-                sock.setblocking(False)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                limit_silence(sock, SILENCE_S)
-                await asyncio.get_running_loop().sock_connect(sock, address.place)
-            except BaseException as error:
-                sock.close()
-                if not isinstance(error, OSError):
-                    raise
-                failure = without_frames(error)
+                await self._connect(address)
+                await self._write_frame(hello(joined.lane_token))
+                _, kind, _, payload = await self._next()
+            except OSError as error:
+                reason = os.strerror(error.errno).lower() if error.errno else str(error)
+                reason = f"its lane, TCP port {port}: {reason}"
+                advice = f"Nodes need TCP port {port} of the master's host, too."
             else:
-                return sock
-        assert failure is not None
-        raise failure
+                if kind != ERROR:
+                    return
+                refusal = decode_error(payload)  # the term has ended, or no connection is free
+                reason, advice = refusal.message, refusal.advice
+            self._close()
+        raise self._unreachable(reason, advice)
+
+    async def _connect(self, address: Address) -> None:
+        sock = socket.socket(address.family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            limit_silence(sock, SILENCE_S)
+            await asyncio.get_running_loop().sock_connect(sock, address.place)
+        except BaseException:
+            sock.close()
+            raise
+        tls = None if self._credentials is None else self._credentials.client()
+        self._frames = FrameReader(FRAME_BYTES_MAX)
+        self._reader, self._writer = await asyncio.open_connection(
+            sock=sock, ssl=tls, server_hostname=None if tls is None else MASTER_NAME
+        )
 
     async def send(self, message: NodeMessage) -> None:
         """Returns when the connection can take more. Cancelling it loses no message.
@@ -191,22 +189,25 @@ class NodeStream:
         Raises:
             KVStoreError: the session has ended.
         """
-        await self._write(encode_node_message(message))
+        await self._send(encode_node_message(message))
 
     async def done_sending(self) -> None:
         """Closes this side; the master may continue to send until it ends the session."""
         with contextlib.suppress(KVStoreError):
-            await self._write(b"")
+            await self._send(b"")
 
-    async def _write(self, payload: bytes) -> None:
+    async def _send(self, payload: bytes) -> None:
         if self._ended is not None:
             raise self._ended
-        assert self._writer is not None, "connect first"
         try:
-            self._writer.write(frame(0, CALL, NODE_MESSAGE, payload))
-            await self._writer.drain()
+            await self._write_frame(frame(0, CALL, NODE_MESSAGE, payload))
         except OSError:
             raise self._ending() from None
+
+    async def _write_frame(self, data: bytes) -> None:
+        assert self._writer is not None, "connect first"
+        self._writer.write(data)
+        await self._writer.drain()
 
     async def receive(self) -> MasterMessage:
         """Receives the next message. Cancelling it loses none.

@@ -26,6 +26,7 @@ from kvstore.errors import (
 )
 from kvstore.master.lane_server import LaneSettings
 from kvstore.node.session import NodeStream
+from kvstore.runtime.resolver import Address
 from kvstore.wire.frames import CALL, ERROR, NODE_MESSAGE, REPLY, frame
 from kvstore.wire.node_messages import encode_node_message
 from kvstore.wire.status import decode_error
@@ -205,6 +206,21 @@ def test_a_lane_that_cannot_be_reached(server: Server) -> None:
                 await stream.connect("n", "h", 5)
 
     asyncio.run_coroutine_threadsafe(session(), server._loop).result(20)
+
+
+def test_of_several_masters_with_one_name_one_knows_the_token(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Server(ScriptedService()) as standby:
+        ports = (standby.endpoints.lane_port, server.endpoints.lane_port)
+        found = [Address(socket.AF_INET, ("127.0.0.1", port)) for port in ports]
+        monkeypatch.setattr("kvstore.node.session.resolve", lambda *_: found)
+
+        async def scenario(stream: NodeStream) -> None:
+            await stream.send(JOIN)
+            assert await stream.receive() == ACCEPTED
+
+        run(server, scenario)
 
 
 @pytest.mark.parametrize("reply", [frame(0, REPLY, b"", b"\xff" * 3), frame(0, CALL, b"x", b"")])
