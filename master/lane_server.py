@@ -302,9 +302,9 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         self._server.arriving.release(self)
         self._server.unread.release(self)
         waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            waiting.cancel()
         node, self._node = self._node, None
+        if waiting is not None and (node is None or waiting is not node.task):
+            waiting.cancel()
         if node is not None:
             node.cancel()
         self._transport = None  # breaks the cycle with the transport; see also ``new_event_loop``
