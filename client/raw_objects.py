@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.calls import PutOutcome
-from kvstore.client.flows.read_objects import NewMemory, read
+from kvstore.client.flows.read_objects import read
+from kvstore.client.flows.read_targets import NewMemory
 from kvstore.client.flows.write_objects import Items, write
 from kvstore.limits import Key
 

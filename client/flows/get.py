@@ -10,15 +10,8 @@ from kvstore.client.flows import views
 from kvstore.client.flows.device_io import DeviceReads, ready
 from kvstore.client.flows.location_cache import LeasedLocation
 from kvstore.client.flows.object_transfers import ObjectReads
-from kvstore.client.flows.read_objects import (
-    CallerMemory,
-    GetOptions,
-    ReadGroup,
-    ReadTargets,
-    look_up_to_read,
-    read,
-    read_values,
-)
+from kvstore.client.flows.read_objects import GetOptions, look_up_to_read, read, read_values
+from kvstore.client.flows.read_targets import CallerMemory, ReadGroup, ReadTargets
 from kvstore.client.flows.steps import Context, Flow, Transfer
 from kvstore.client.validation import Stream, check_no_overlap
 from kvstore.client.values import (

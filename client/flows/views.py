@@ -10,7 +10,8 @@ from kvstore.client.flows import read_objects
 from kvstore.client.flows.device_io import DeviceHeaderChecks
 from kvstore.client.flows.location_cache import LeasedLocation, Replica
 from kvstore.client.flows.object_transfers import headers
-from kvstore.client.flows.read_objects import GetOptions, read_values, tensor_of, unreadable
+from kvstore.client.flows.read_objects import GetOptions, read_values
+from kvstore.client.flows.read_targets import tensor_of, unreadable
 from kvstore.client.flows.steps import Context, Flow
 from kvstore.client.leases.lease_table import LeasedExtent, ObjectLease, Watched
 from kvstore.client.values import (

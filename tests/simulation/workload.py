@@ -9,7 +9,8 @@ from random import Random
 from kvstore import calls
 from kvstore.calls import DrainStep, HintAction, PutOutcome, Version
 from kvstore.client.flows import allocate, control_calls, copy_objects, get, put, read_objects
-from kvstore.client.flows.read_objects import GetOptions, NewMemory
+from kvstore.client.flows.read_objects import GetOptions
+from kvstore.client.flows.read_targets import NewMemory
 from kvstore.client.flows.steps import ask
 from kvstore.client.flows.write_objects import PutOptions
 from kvstore.client.hints import HintRow

@@ -7,7 +7,8 @@ import pytest
 from kvstore import calls
 from kvstore.client.flows import read_objects
 from kvstore.client.flows.location_cache import AVOID_FIRST_S
-from kvstore.client.flows.read_objects import ATTEMPTS, CallerMemory, NewMemory
+from kvstore.client.flows.read_objects import ATTEMPTS
+from kvstore.client.flows.read_targets import CallerMemory, NewMemory
 from kvstore.errors import (
     ClosedError,
     DeadlineExceededError,

@@ -9,7 +9,7 @@ import pytest
 from kvstore import calls
 from kvstore.client.flows import control_calls, read_objects
 from kvstore.client.flows.get import lookup
-from kvstore.client.flows.read_objects import NewMemory
+from kvstore.client.flows.read_targets import NewMemory
 from kvstore.client.leases.read_leases import IDLE_S
 from kvstore.client.leases.views import ViewManager
 from kvstore.limits import Key

@@ -6,7 +6,8 @@ import pytest
 
 from kvstore import calls
 from kvstore.client.flows import read_objects
-from kvstore.client.flows.read_objects import ATTEMPTS, CallerMemory, NewMemory
+from kvstore.client.flows.read_objects import ATTEMPTS
+from kvstore.client.flows.read_targets import CallerMemory, NewMemory
 from kvstore.errors import BufferMismatchError, NodeUnreachableError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import SUPERBLOCK_BYTES
