@@ -9,28 +9,24 @@ import functools
 import os
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
 from kvstore.errors import (
     AddressInUseError,
-    BusyError,
     KVStoreError,
     PermissionDeniedError,
-    ProtocolError,
     StartupError,
 )
 from kvstore.limits import FRAME_BYTES_MAX, REQUEST_BYTES_MAX
 from kvstore.master.authorizer import Access
-from kvstore.master.dispatcher import Dispatcher, logger
+from kvstore.master.dispatcher import Dispatcher
 from kvstore.master.open_access import LOCAL, OpenAccess
 from kvstore.master.state.traffic import Caller
 from kvstore.runtime.addresses import join_address
-from kvstore.runtime.descriptors import sockets
-from kvstore.runtime.limiter import Limiter, WaitPreemptedError
-from kvstore.runtime.tasks import start_task
+from kvstore.runtime.limiter import Limiter
 from kvstore.wire import trace_context
 from kvstore.wire.messages import CALLS, JOIN_METADATA, RpcMethod
 from kvstore.wire.port_probe import identify_service
@@ -41,19 +37,6 @@ CALLS_MAX = 4096
 
 CONNECTIONS_MAX = 16_384
 """Connections at once, if memory and open files suffice; the lane has as many."""
-
-ARRIVING_BYTES_MAX: Final = 32 << 20
-"""Bytes of requests that may be arriving at once. If there are more, the oldest is refused."""
-
-REQUEST_S: Final = 5.0
-"""How long a request may take to arrive."""
-
-UNREAD_BYTES_MAX: Final = 16 << 20
-"""Bytes of replies that clients have not read. If there are more, the connection of the oldest is
-ended. gRPC holds them twice."""
-
-READ_S: Final = 10.0
-"""How long a client may take to read a reply."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
@@ -106,10 +89,6 @@ class GrpcServer:
         self._connections_max = connections_max
         self._server: grpc.aio.Server | None = None
         self._started = False
-        self._arriving = Limiter[asyncio.Timeout]("arriving requests", ARRIVING_BYTES_MAX)
-        self._unread = Limiter[asyncio.TimerHandle]("unread replies", UNREAD_BYTES_MAX)
-        self._ending: set[str] = set()
-        """The peers whose connections are being ended."""
         self.port = 0
 
     async def bind(self, host: str, port: int) -> None:
@@ -148,8 +127,7 @@ class GrpcServer:
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         methods: dict[str, dict[str, Handler]] = {}
         for call in CALLS.values():
-            # A stream of one request: gRPC's handlers of single requests wait for them for ever.
-            handler: Handler = grpc.stream_unary_rpc_method_handler(self._unary(call))
+            handler: Handler = grpc.unary_unary_rpc_method_handler(self._unary(call))
             methods.setdefault(call.service, {})[call.name] = handler
         return tuple(
             grpc.method_handlers_generic_handler(service, handlers)
@@ -157,7 +135,7 @@ class GrpcServer:
         )
 
     def _unary(self, call: RpcMethod[Any, Any]) -> Any:
-        async def answer(_: object, context: Context) -> bytes:
+        async def answer(data: bytes, context: Context) -> bytes:
             try:
                 caller = self._caller(context, call)
                 name = "" if caller is None else caller.identity.name
@@ -165,19 +143,15 @@ class GrpcServer:
                     slot = object()
                     self.limiter.acquire(slot, name)
                     _when_done(context, functools.partial(self.limiter.release, slot))
-                data = await self._request(context)
                 for key, value in context.invocation_metadata() or ():
                     if key == trace_context.METADATA_KEY and isinstance(value, str):
                         data = trace_context.with_trace(data, value)
                 work = functools.partial(self._begin, context, call, data, caller)
                 reply = work() if self._turns is None else await self._turns.run_in_turn(name, work)
-                if not isinstance(reply, bytes):
-                    reply = await reply
+                return reply if isinstance(reply, bytes) else await reply
             except KVStoreError as error:
                 await _abort(context, error)
                 raise
-            _when_done(context, self._expect_reading(context, reply))
-            return reply
 
         return answer
 
@@ -189,42 +163,6 @@ class GrpcServer:
             # The peer may leave before ``reply`` is awaited: after the turn that began it.
             _when_done(context, reply.cancel)
         return reply
-
-    async def _request(self, context: Context) -> bytes:
-        """The next message of the peer.
-
-        Raises:
-            BusyError: it has not come in time, or not before another one needed its place.
-            ProtocolError: the peer has sent none.
-        """
-        try:
-            async with self._arriving.waiting(REQUEST_S, REQUEST_BYTES_MAX):
-                data = await context.read()
-        except (TimeoutError, WaitPreemptedError):
-            raise BusyError("the request did not arrive in time", advice="Try again.") from None
-        if isinstance(data, bytes):
-            return data
-        raise ProtocolError("a call without a request")
-
-    def _expect_reading(self, context: Context, reply: bytes) -> Callable[[], None]:
-        """A function to call when the peer has read ``reply``. If it is not called in time, the
-        peer's connection ends: gRPC cannot take a reply back."""
-        end = functools.partial(self._end, context.peer())
-        timer = asyncio.get_running_loop().call_later(READ_S, end)
-        self._unread.wait(timer, end, len(reply))
-
-        def read() -> None:
-            timer.cancel()
-            self._unread.release(timer)
-
-        return read
-
-    def _end(self, peer: str) -> None:
-        if peer.startswith("ipv") and peer not in self._ending:
-            self._ending.add(peer)
-            logger.warning("grpc client does not read its replies, connection cut peer=%s", peer)
-            ending = start_task("end connection", asyncio.to_thread(end_connection, peer))
-            ending.add_done_callback(lambda _: self._ending.discard(peer))
 
     def _caller(self, context: Context, call: RpcMethod[Any, Any]) -> Caller | None:
         """The client that calls; None: a client without a token and without an identity.
@@ -255,17 +193,6 @@ def _when_done(context: Context, action: Callable[[], object]) -> None:
     """Calls ``action`` when the peer has read the reply, or is gone."""
     done: Any = lambda _: action()  # noqa: E731  # a class of the stubs that gRPC has not
     context.add_done_callback(done)
-
-
-def end_connection(peer: str) -> None:
-    """Ends our connection to this peer, named as gRPC does, which has no function for that."""
-    host, port = address_of(peer).partition("%")[0], int(peer.rpartition(":")[2])
-    for sock in sockets():
-        with contextlib.suppress(OSError):
-            if sock.family in (socket.AF_INET, socket.AF_INET6):
-                address = sock.getpeername()
-                if address[1] == port and address[0].removeprefix("::ffff:") == host:
-                    sock.shutdown(socket.SHUT_RDWR)
 
 
 def address_of(peer: str) -> str:

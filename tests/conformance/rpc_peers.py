@@ -7,10 +7,8 @@ the same ports, and look inside between calls.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import socket
-import struct
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -341,50 +339,3 @@ class RawLane:
                 return None
             self.reader.received(count)
         return received
-
-
-class RawGrpc:
-    """A connection of HTTP/2 that does what it likes."""
-
-    def __init__(self, endpoints: ListenAddresses, *, window: int = 1 << 20) -> None:
-        """``window``: the bytes of replies that it takes."""
-        self.sock = socket.create_connection((endpoints.host, endpoints.port), timeout=10)
-        self._read = self.sock.makefile("rb")
-        self.sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-        self._frame(4, 0, 0, struct.pack(">HI", 4, window))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._read.close()
-        self.sock.close()
-
-    def call(self, stream: int, path: str, message: bytes, *, sent: int | None = None) -> None:
-        """Begins a call, and sends so many bytes of its message; None: all, and the end."""
-        fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x"}
-        fields |= {"content-type": "application/grpc", "te": "trailers"}
-        block = b""
-        for text in (text for field in fields.items() for text in field):
-            if text in fields:
-                block += b"\0"
-            block += bytes([len(text)]) + text.encode()
-        self._frame(1, 4, stream, block)
-        data = struct.pack(">BI", 0, len(message)) + message[:sent]
-        for start in range(0, len(data), 16_384):
-            self._frame(0, 0, stream, data[start : start + 16_384])
-        if sent is None:
-            self._frame(0, 1, stream, b"")
-
-    def ended(self) -> int | None:
-        """The next stream that the server ends; None: it has closed the connection."""
-        with contextlib.suppress(ConnectionResetError):
-            while len(head := self._read.read(9)) == 9:
-                self._read.read(int.from_bytes(head[:3], "big"))
-                if head[3] == 1 and head[4] & 1:
-                    return int.from_bytes(head[5:], "big")
-        return None
-
-    def _frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
-        length = len(payload).to_bytes(3, "big")
-        self.sock.sendall(length + struct.pack(">BBI", kind, flags, stream) + payload)

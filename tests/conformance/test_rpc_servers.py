@@ -28,20 +28,18 @@ from kvstore.errors import (
     UsageError,
 )
 from kvstore.limits import BATCH_KEYS_MAX, FRAME_BYTES_MAX, REQUEST_BYTES_MAX, Key, Namespace
-from kvstore.master import grpc_server
 from kvstore.master import lane_server as lane_server_module
 from kvstore.master.lane_server import LaneSettings
 from kvstore.runtime.cancellation import CancelToken
 from kvstore.runtime.clock import uptime
 from kvstore.wire.frames import CALL, ERROR, REPLY, TOKEN_BYTES_MAX, frame
-from kvstore.wire.messages import CALLS, encode_request
+from kvstore.wire.messages import encode_request
 from kvstore.wire.status import decode_error
 from tests.conformance.rpc_peers import (
     KEYS,
     SAMPLES,
     Caller,
     N,
-    RawGrpc,
     RawLane,
     ScriptedService,
     Server,
@@ -614,44 +612,4 @@ def test_connections_that_say_nothing_make_room() -> None:
                 with contextlib.suppress(ConnectionResetError):
                     assert each.sock.recv(1) == b""
             assert server.run(lambda: server.carriers.lane.stats.rejected) == 9
-        still_serves(server)
-
-
-# --- peers of gRPC that are slow ---------------------------------------------------------------
-
-STATUS = CALLS[calls.Status].path
-
-
-def test_a_message_by_grpc_must_arrive_in_time(
-    monkeypatch: pytest.MonkeyPatch, lane_server: Server
-) -> None:
-    monkeypatch.setattr(grpc_server, "REQUEST_S", 0.2)
-    with RawGrpc(lane_server.endpoints) as raw:
-        raw.call(1, STATUS, bytes(REQUEST_BYTES_MAX), sent=50_000)
-        raw.call(3, STATUS, b"")
-        assert raw.ended() == 3
-        assert raw.ended() == 1
-        raw.call(5, STATUS, bytes(REQUEST_BYTES_MAX + 1), sent=100)
-        assert raw.ended() == 5
-    still_serves(lane_server)
-
-
-def test_messages_by_grpc_that_are_not_complete_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_server, "ARRIVING_BYTES_MAX", 3 * REQUEST_BYTES_MAX)
-    with Server(ScriptedService()) as server, RawGrpc(server.endpoints) as raw:
-        for stream in (1, 3, 5, 7, 9):
-            raw.call(stream, STATUS, bytes(1_000), sent=999)
-        assert [raw.ended(), raw.ended()] == [1, 3]
-
-
-def test_a_client_that_does_not_read_by_grpc_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_server, "UNREAD_BYTES_MAX", 1)
-    with Server(ScriptedService()) as server, contextlib.ExitStack() as stack:
-        first, second = (stack.enter_context(RawGrpc(server.endpoints, window=0)) for _ in range(2))
-        first.call(1, STATUS, b"")
-        server.service.until(lambda: server.service.count(calls.Status) == 1)
-        monkeypatch.setattr(grpc_server, "READ_S", 0.2)
-        second.call(1, STATUS, b"")
-        assert first.ended() is None, "it made room"
-        assert second.ended() is None, "it was late"
         still_serves(server)

@@ -61,7 +61,7 @@ class Slow:
 
 
 class Context:
-    """What gRPC gives to the handler of one call, whose request has arrived."""
+    """What gRPC gives to the handler of one call."""
 
     def __init__(self, who: Identity) -> None:
         self.who = who
@@ -72,12 +72,6 @@ class Context:
 
     def invocation_metadata(self) -> tuple[()]:
         return ()
-
-    def peer(self) -> str:
-        return "unix:"
-
-    async def read(self) -> bytes:
-        return ASKED
 
     async def abort(self, code: object, details: str, metadata: object) -> None:
         raise RuntimeError(details)
@@ -175,7 +169,7 @@ def test_calls_by_grpc_wait_for_their_turn_and_have_a_share(
         async def answer(who: Identity) -> bytes:
             context = Context(who)
             try:
-                return cast(bytes, await server._unary(call)(None, context))
+                return cast(bytes, await server._unary(call)(ASKED, context))
             finally:
                 for done in context.done:
                     done(context)
