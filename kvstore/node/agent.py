@@ -308,7 +308,7 @@ class NodeAgent:
                     others = (reading, telling, copied)
                     for other in others:
                         other.cancel()
-                    await asyncio.gather(*others, return_exceptions=True)
+                    await asyncio.wait(others, timeout=LEAVE_TIMEOUT_S)
                     await self._leave(link)
                     return
             finally:
@@ -331,7 +331,8 @@ class NodeAgent:
         it and may grant extents: then the node is not fresh, and ``run`` fences."""
         await link.send(join)
         try:
-            return await asyncio.wait_for(link.receive(), JOIN_TIMEOUT_S)
+            async with asyncio.timeout(JOIN_TIMEOUT_S):
+                return await link.receive()
         except (UnavailableError, TimeoutError) as error:
             if not join.resume_epoch:
                 self._not_fresh(is_unanswered=True)
@@ -473,7 +474,9 @@ class NodeAgent:
                 if (error := task.exception()) is not None:
                     raise error
             try:
-                message = await asyncio.wait_for(link.receive(), silence_s)
+                # Not ``wait_for``: with a message that has just arrived, it ignores a cancellation.
+                async with asyncio.timeout(silence_s):
+                    message = await link.receive()
             except TimeoutError:
                 raise UnavailableError(
                     f"the master has been silent for {silence_s:.0f} s"

@@ -115,6 +115,19 @@ def test_nobody_with_a_lower_epoch_is_obeyed(segment: OwnedSegment) -> None:
     assert offers == [(True, 1), (False, 1), (False, 2)]
 
 
+def test_a_node_ends_although_messages_arrive_at_that_moment(segment: OwnedSegment) -> None:
+    async def script(incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMessage]:
+        await anext(incoming)
+        yield calls.MasterAccepted(7, 500, 6_000, [1])
+        while True:
+            await asyncio.sleep(0)
+            yield calls.MasterHeartbeat(1)
+
+    with Server(ScriptedService()) as server:
+        server.service.script = script
+        assert run(server, segment, server.address) == [7]
+
+
 def test_one_thread_at_a_time_looks_through_the_memory(
     segment: OwnedSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
