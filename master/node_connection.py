@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
 from kvstore.calls import NodeMessage
 from kvstore.errors import KVStoreError, without_frames
-from kvstore.master.dispatcher import RpcService
+from kvstore.master.dispatcher import RpcService, logger
 from kvstore.runtime.tasks import start_task
 from kvstore.security.identity import Identity
 from kvstore.wire.frames import REPLY, frame
 from kvstore.wire.node_messages import decode_node_message, encode_master_message
 from kvstore.wire.status import unexpected
-
-logger = logging.getLogger("kvstore.master")
 
 
 class NodeConnection:

@@ -52,6 +52,13 @@ def ends_of(connection: _LaneProtocol) -> list[weakref.ref[object]]:
     return [weakref.ref(connection), weakref.ref(connection._transport)]
 
 
+async def stop_when_empty(server: LaneServer) -> None:
+    while server.connections:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.01)
+    await server.stop()
+
+
 @pytest.mark.usefixtures("_collector_off")
 def test_a_connection_within_tls_is_gone_with_its_end(tmp_path: Path) -> None:
     async def come_and_go() -> list[weakref.ref[object]]:
@@ -68,17 +75,14 @@ def test_a_connection_within_tls_is_gone_with_its_end(tmp_path: Path) -> None:
                 await asyncio.sleep(0.001)
             ends = [end for each in server.connections for end in ends_of(each)]
             wire.close()
-            while server.connections:
-                await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)
-        await server.stop()
+            await stop_when_empty(server)
         return ends
 
     assert [end() for end in run(come_and_go())] == [None, None]
 
 
 class NodeService:
-    """Serves a stream of a node; the message ``refused`` ends it."""
+    """Serves a stream of a node; a leave ends it with an error."""
 
     async def node_session(
         self, incoming: AsyncIterator[NodeMessage], _: Identity
@@ -110,10 +114,7 @@ def test_a_stream_of_a_node_is_gone_with_its_end(message: NodeMessage) -> None:
             if isinstance(message, NodeLeave):
                 await reader.read()
             writer.close()
-            while server.connections:
-                await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)
-        await server.stop()
+            await stop_when_empty(server)
         return ends
 
     assert [end() for end in run(come_and_go())] == [None, None]
