@@ -36,13 +36,16 @@ async def supervise_http_child(
     answers: Answers,
     *,
     feed: MasterChannel | None = None,
+    on_demand: bool = False,
     **served: object,
 ) -> None:
     """Run a child that serves HTTP until this is cancelled; then the child has ended.
 
-    ``feed`` sends events to the child; ``served``: the fields of ``HttpChildOptions`` that it does
-    not determine itself.
+    ``feed`` sends events to the child; ``on_demand``: start it at the first connection, which
+    waits for it; ``served``: the fields of ``HttpChildOptions`` that it does not determine itself.
     """
+    if on_demand:
+        await _first_connection(listener)
     environ = {SERVED: json.dumps({**served, "has_events": feed is not None})}
     channel = feed or MasterChannel()
     pause = RESTART_S
@@ -76,6 +79,15 @@ async def supervise_http_child(
             pause = RESTART_S
         await asyncio.sleep(pause)
         pause = min(2 * pause, RESTART_MAX_S)
+
+
+async def _first_connection(listener: socket.socket) -> None:
+    loop, connected = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(listener, connected.set)
+    try:
+        await connected.wait()
+    finally:
+        loop.remove_reader(listener)
 
 
 async def _end_broken(child: Child, why: str, ending: asyncio.Task[int]) -> None:

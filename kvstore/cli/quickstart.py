@@ -12,7 +12,7 @@ import click
 
 from kvstore.cli.options import SOURCES, command, config_options, debug_option
 from kvstore.config import MasterConfig, load
-from kvstore.errors import SharedMemoryTooSmallError
+from kvstore.errors import AddressInUseError, SharedMemoryTooSmallError
 from kvstore.memory import cgroup
 from kvstore.runtime import logs
 from kvstore.runtime.addresses import join_address
@@ -70,8 +70,6 @@ def quickstart(config_path: str | None, **flags: object) -> int:
     if not config.memory:
         change["memory"] = spare_memory()
     is_given, usual_port = "port" in config.model_fields_set, config.port
-    if not is_given:
-        change["port"] = free_port(config.host, usual_port)
     if "log_level" not in config.model_fields_set:
         change["log_level"] = "warning"
     config = config.model_copy(update=change)
@@ -93,7 +91,14 @@ def quickstart(config_path: str | None, **flags: object) -> int:
         passed_over = 0 if is_given or port == usual_port else usual_port
         click.echo(text(join_address(host, port), page, passed_over))
 
-    return serve(config, temporary=EphemeralStore("quickstart", started))
+    while True:
+        if not is_given:
+            config = config.model_copy(update={"port": free_port(config.host, usual_port)})
+        try:
+            return serve(config, temporary=EphemeralStore("quickstart", started))
+        except AddressInUseError:
+            if is_given or free_port(config.host, usual_port) == config.port:
+                raise  # it is another address
 
 
 def spare_memory() -> int:

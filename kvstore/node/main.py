@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from kvstore.calls import DiskLimits, MasterAccepted
 from kvstore.config import DATA_PORTS, NodeConfig
@@ -25,9 +25,7 @@ from kvstore.errors import (
     NodeNameTakenError,
     StartupError,
 )
-from kvstore.http.access_control import AccessControl, access_control
-from kvstore.http.ports import HttpSecurity, bind, load_security
-from kvstore.http.serving import request_limiter, serving
+from kvstore.http.ports import bind, load_security
 from kvstore.memory import numa
 from kvstore.memory.allocation import MemoryOptions
 from kvstore.memory.disk_file import DiskFile
@@ -36,11 +34,9 @@ from kvstore.memory.medium import Medium
 from kvstore.memory.segment import OwnedSegment
 from kvstore.memory.shm_entries import free_node_name, group_id, socket_name, unlink_own
 from kvstore.node.agent import NodeAgent
-from kvstore.node.http_status import answers_of
 from kvstore.node.inventory import enable_header_macs
 from kvstore.node.master_discovery import LOCATE_S
 from kvstore.node.startup_progress import StartupProgress
-from kvstore.node.startup_progress import serve_startup_health as starting_served
 from kvstore.runtime import descriptors, sd_notify, tasks
 from kvstore.runtime.addresses import (
     ETCD_SCHEME,
@@ -72,6 +68,9 @@ from kvstore.transport import tcp_server
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
+
+if TYPE_CHECKING:
+    from kvstore.node.http_server import NodeHttpServer
 
 log = logging.getLogger("kvstore.node")
 
@@ -122,16 +121,18 @@ def run(
             config = config.model_copy(update={"host": _listens_on(config)})
             parent.notify_progress(f"reserves {config.memory >> 20} MiB of memory")
             descriptors.raise_limit(tcp_server.CONNECTIONS_MAX + descriptors.RESERVE)
-            listener = None
+            http: NodeHttpServer | None = None
             if config.http_port and not is_child:
                 is_given = "http_port" in config.model_fields_set
                 listener = bind(config.host, config.http_port, is_given=is_given)
                 stack.callback(listener.close)
                 at = join_address(config.host, listener.getsockname()[1])
                 log.info("http_served address=%s://%s", secured.scheme, at)
-            access = access_control(secured, None)
+                from kvstore.node.http_server import NodeHttpServer  # slow to import
+
+                http = NodeHttpServer(listener, secured)
             starting = StartupProgress(config.memory)
-            with starting_served(starting, listener, access, secured):
+            with http.serving_startup(starting) if http else contextlib.nullcontext():
                 segment = _mount(config, kind, starting)
             drained = broken = False
             served: list[MasterAccepted] = []
@@ -179,9 +180,7 @@ def run(
                         parent,
                         served,
                         copying,
-                        listener,
-                        access,
-                        secured,
+                        http,
                         credentials,
                         disks,
                     )
@@ -200,8 +199,8 @@ def run(
 async def _serve(
     config: NodeConfig, segment: Medium, server: DataServer, engine: EngineServer | None,
     descriptor_server: DescriptorServer | None, parent: ParentLink, served: list[MasterAccepted],
-    copying: ReplicaCopier | None, listener: socket.socket | None, access: AccessControl,
-    secured: HttpSecurity, credentials: Credentials | None, disks: Sequence[DiskFile],
+    copying: ReplicaCopier | None, http: NodeHttpServer | None, credentials: Credentials | None,
+    disks: Sequence[DiskFile],
 ) -> bool:  # fmt: skip
     """Serves until the node is stopped; returns whether it was drained. ``served`` gets the reply
     to the last join."""
@@ -238,14 +237,8 @@ async def _serve(
     reminding = start_task("identity", credentials.keep_reminding()) if credentials else None
     try:
         async with contextlib.AsyncExitStack() as stack:
-            if listener is not None:
-                requests = request_limiter()
-                answers = answers_of(
-                    agent, segment, server, descriptor_server, credentials, requests
-                )
-                serves = serving(
-                    listener, answers, access=access, secured=secured, requests=requests
-                )
+            if http is not None:
+                serves = http.serving(agent, segment, server, descriptor_server, credentials)
                 await stack.enter_async_context(serves)
             if descriptor_server is not None:
                 await stack.enter_async_context(descriptor_server.serving())

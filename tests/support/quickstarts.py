@@ -60,11 +60,17 @@ class Quickstart:
 
     def ready(self) -> None:
         try:
-            found = until(lambda: READY.findall(self.said()), within_s=60)
+            found = until(self._ready_or_ended, within_s=60)
         except pytest.fail.Exception as error:
             pytest.fail(f"{error}: {self.text}")
         self.http_port = int(found[0])
         self.port = int(re.findall(r"ready at 127\.0\.0\.1:(\d+)", self.text)[0])
+
+    def _ready_or_ended(self) -> list[bytes]:
+        found = READY.findall(self.said())
+        if not found and self.process.poll() is not None:
+            pytest.fail("it has ended")
+        return found
 
     def said(self) -> bytes:
         os.set_blocking(self.terminal, False)

@@ -14,6 +14,7 @@ from kvstore.calls.fleet_records import FleetRecord, fleets_of
 from kvstore.client.async_client import AsyncClient
 from kvstore.client.client import Client
 from kvstore.console.diagnostics.evidence import read_records
+from kvstore.console.diagnostics.problems import DetectedProblem, of_engines
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.http import exposition
 from kvstore.http.serving import Readiness
@@ -41,7 +42,8 @@ FRESH_S: Final = 1.0
 """Seconds for which a reply is reused, whatever the number of open dashboards."""
 
 FLEET_S: Final = 10.0
-"""Seconds for which fleet records are reused; the sampling of the history reads them as often."""
+"""Seconds for which fleet records, and problems of engines, are reused."""
+
 NOTICES_MAX: Final = 1_000
 
 
@@ -148,11 +150,20 @@ class ParentMaster:
         self.notices = CoalescedQuery("notices", self._note, FRESH_S)
         self.fleet_records = CoalescedQuery("fleet", self._read_fleet, FLEET_S)
         """The fleet records; empty if they cannot be read."""
+        self.engine_problems = CoalescedQuery("engines", self._find_engine_problems, FLEET_S)
+        """Those that traffic and fleet records show; empty if the traffic is not known."""
         self.nodes = CoalescedQuery("nodes", self.client.status, FRESH_S)
         """The status of the cluster, whichever master leads."""
 
     async def close(self) -> None:
-        for shared in (self.seen, self._status, self.notices, self.fleet_records, self.nodes):
+        for shared in (
+            self.seen,
+            self._status,
+            self.notices,
+            self.fleet_records,
+            self.engine_problems,
+            self.nodes,
+        ):
             shared.close()
         self._lives.cancel()
         await self.client.close()
@@ -230,6 +241,14 @@ class ParentMaster:
         except KVStoreError as error:
             log.warning("fleet_unknown reason=%s", error)
             return []
+
+    async def _find_engine_problems(self) -> list[DetectedProblem]:
+        try:
+            report = await self.client.traffic()
+        except KVStoreError as error:
+            log.warning("traffic_unknown reason=%s", error)
+            return []
+        return of_engines(report.namespaces, await self.fleet_records())
 
     async def fleet(self) -> dict[str, tuple[str, int]]:
         """Return the model and its tokens per block by namespace, from the fleet records."""

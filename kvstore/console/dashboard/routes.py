@@ -88,8 +88,6 @@ class Dashboard:
         self._port = port
         self._scheme = scheme
         self._history = HistoryPoints()
-        self._of_engines: list[problems.DetectedProblem] = []
-        """Problems of engines, as of the last sample."""
         self._task = start_task("history", self._sample_forever())
 
     async def close(self) -> None:
@@ -109,16 +107,9 @@ class Dashboard:
             try:
                 seen = await self._master.seen()
                 self._history.add(sample(seen.at_ms, seen.measured, seen.status))
-                self._of_engines = await self._refresh_fleet(leads=seen.measured["leads"])
             except KVStoreError as error:
                 log.debug("no_sample reason=%s", error)
             await asyncio.sleep(EVERY_S)
-
-    async def _refresh_fleet(self, *, leads: bool) -> list[problems.DetectedProblem]:
-        if not leads:
-            return []
-        report = await self._master.client.traffic()
-        return problems.of_engines(report.namespaces, await self._master.fleet_records())
 
     @endpoint("GET", "/api/v1/status", {200: "At a glance."}, is_of_all=True, has_own_bounds=True)
     async def _get_status(self) -> schemas.StatusResponse:
@@ -131,7 +122,7 @@ class Dashboard:
             if seen.status is None:
                 raise UnavailableError("this master leads, and does not tell its status in time")
             found = problems.leader_problems(seen.status, self._history, seen.at_ms)
-            found += self._of_engines + identity
+            found += await self._master.engine_problems() + identity
             return schemas.StatusResponse.model_validate(
                 summary | status_of(seen, seen.status, found)
             )

@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from kvstore.http.access_control import AccessControl
 from kvstore.http.ports import NOT_SECURED
 from kvstore.node import startup_progress as module
-from kvstore.node.startup_progress import StartupProgress, serve_startup_health
+from kvstore.node.http_server import NodeHttpServer
+from kvstore.node.startup_progress import StartupProgress
 from tests.support.http import get, metric
 
 GIB = 1 << 30
@@ -47,12 +47,12 @@ def test_the_log_hears_of_it_at_once_and_every_ten_seconds(
 
 def test_health_answers_meanwhile_and_leaves_the_socket() -> None:
     starting = StartupProgress(4 * GIB)
-    access = AccessControl(None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        http = NodeHttpServer(listener, NOT_SECURED)
         port = listener.getsockname()[1]
         for done in (0, GIB):
             starting(done, 4 * GIB)
-            with serve_startup_health(starting, listener, access, NOT_SECURED):
+            with http.serving_startup(starting):
                 status, text = get(port, "/healthz")
                 assert status == 200
                 assert text.startswith("ok: reserves memory: ")
