@@ -15,6 +15,8 @@ from kvstore.bench.processes import failures_reported
 from kvstore.bench.rows import choose
 
 QUICK_SECONDS = 0.1
+QUICK_PART = 4
+"""The pools of a quick round are smaller by this factor."""
 EXAMPLE = """\b
 Examples:
   python -m bench
@@ -70,7 +72,7 @@ def main(
     plan = harness.ComparisonPlan(
         rounds=1 if quick else rounds or table.rounds,
         seconds=QUICK_SECONDS if quick else seconds or table.seconds,
-        pool_bytes=table.pool_bytes,
+        pool_bytes=table.pool_bytes // QUICK_PART if quick else table.pool_bytes,
     )
     before = os.getloadavg()[0]
     with (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -60,7 +61,7 @@ def environment() -> dict[str, str]:
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_SERVER_DEV_MODE="1",  # for POST /reset_prefix_cache
         VLLM_HOST_IP=HOST,
-        OMP_NUM_THREADS="2",
+        OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "2"),
     )
 
 

@@ -142,19 +142,18 @@ def size_name(size: int, between: str = "") -> str:
 
 
 def choose(patterns: str, rows: Sequence[ComparisonCase]) -> list[ComparisonCase]:
-    """Select the rows whose id, or a prefix of it, matches a pattern: ``put,*/tcp/*/64``.
+    """Select the rows whose ids match a pattern, or, where none does, a prefix of whose id does:
+    ``put,*/tcp/*/64``.
 
     Raises:
         ValueError: a pattern selects no row; the message lists the ids of all rows.
     """
     found: set[ComparisonCase] = set()
     for pattern in (text.strip() for text in patterns.split(",")):
-        some = {
-            row
-            for row in rows
-            if any(fnmatch.fnmatchcase(row.id, name) for name in (pattern, f"{pattern}/*"))
-        }
-        if not some:
+        for name in (pattern, f"{pattern}/*"):
+            if some := {row for row in rows if fnmatch.fnmatchcase(row.id, name)}:
+                break
+        else:
             ids = ", ".join(row.id for row in rows)
             raise ValueError(f"{pattern[:100]} selects no row; the rows are {ids}")
         found |= some

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.demonstrations import Demonstration
+from tests.e2e.engines.preloaded import ENVIRONMENT
 from tests.support.processes import children_of, is_running
 from tests.support.wait import until
 
@@ -37,6 +38,7 @@ def demonstrate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Demonstrate]:
     # Not pytest's directory: vLLM makes Unix sockets, whose paths have 107 characters at most.
     temporary = Path(tempfile.mkdtemp(prefix="kvd-"))
     monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("OMP_NUM_THREADS", ENVIRONMENT["OMP_NUM_THREADS"])
     started: list[Demonstration] = []
 
     def start(
