@@ -176,7 +176,7 @@ def _(it: EvictionCandidates) -> None:
 
 @check_invariants.register
 def _(it: ExpiryIndex) -> None:
-    ends = {record: end for shard in it._shards for record, end in shard.items()}
+    ends = {record: end for shard in filter(None, it._shards) for record, end in shard.items()}
     assert len(ends) == it._count
     assert sum(map(len, it._buckets.values())) == it._count
     assert all(record in it._buckets[end] for record, end in ends.items())
@@ -262,7 +262,7 @@ def _(it: MissingObjects) -> None:
 def _(it: PinTable) -> None:
     check_invariants(it.ends)
     assert not it.unsettled or it._jobs.due & background_jobs.EXPIRE
-    pins = {record: pin for shard in it._shards for record, pin in shard.items()}
+    pins = {record: pin for shard in filter(None, it._shards) for record, pin in shard.items()}
     below: dict[int, int] = {}
     for pin in pins.values():
         if pin.above is not None:
