@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -150,8 +151,8 @@ class ParentMaster:
         self.notices = CoalescedQuery("notices", self._note, FRESH_S)
         self.fleet_records = CoalescedQuery("fleet", self._read_fleet, FLEET_S)
         """The fleet records; empty if they cannot be read."""
-        self.engine_problems = CoalescedQuery("engines", self._find_engine_problems, FLEET_S)
-        """Those that traffic and fleet records show; empty if the traffic is not known."""
+        self._engines = CoalescedQuery("engines", self._find_engine_problems, FLEET_S)
+        self._engine_problems: list[DetectedProblem] = []
         self.nodes = CoalescedQuery("nodes", self.client.status, FRESH_S)
         """The status of the cluster, whichever master leads."""
 
@@ -161,7 +162,7 @@ class ParentMaster:
             self._status,
             self.notices,
             self.fleet_records,
-            self.engine_problems,
+            self._engines,
             self.nodes,
         ):
             shared.close()
@@ -241,6 +242,14 @@ class ParentMaster:
         except KVStoreError as error:
             log.warning("fleet_unknown reason=%s", error)
             return []
+
+    async def engine_problems(self) -> list[DetectedProblem]:
+        """Return those that traffic and fleet records show. While a new look takes longer than
+        ``ANSWER_S``, for example because a node hangs, return those of the last one."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                self._engine_problems = await self._engines()
+        return self._engine_problems
 
     async def _find_engine_problems(self) -> list[DetectedProblem]:
         try:
