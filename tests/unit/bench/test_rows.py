@@ -37,6 +37,12 @@ def test_patterns_choose_rows(patterns: str, ids: list[str]) -> None:
     assert [row.id for row in choose(patterns, ROWS)] == ids
 
 
+def test_a_row_that_is_named_whole_is_that_row_alone() -> None:
+    rows = TABLES["clients"].rows
+    assert [row.clients for row in choose("get/tcp/4KiB/1", rows)] == [1]
+    assert [row.clients for row in choose("get/tcp/4KiB", rows)] == [1, 2, 4, 16]
+
+
 def test_a_pattern_that_chooses_nothing_is_named_with_all_rows() -> None:
     with pytest.raises(ValueError, match="nosuch selects no row; the rows are exist/tcp/-/1, "):
         choose("put,nosuch", ROWS)
