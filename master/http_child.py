@@ -45,7 +45,7 @@ async def supervise_http_child(
     waits for it; ``served``: the fields of ``HttpChildOptions`` that it does not determine itself.
     """
     if on_demand:
-        await _first_connection(listener)
+        await _wait_for_connection(listener)
     environ = {SERVED: json.dumps({**served, "has_events": feed is not None})}
     channel = feed or MasterChannel()
     pause = RESTART_S
@@ -81,7 +81,7 @@ async def supervise_http_child(
         pause = min(2 * pause, RESTART_MAX_S)
 
 
-async def _first_connection(listener: socket.socket) -> None:
+async def _wait_for_connection(listener: socket.socket) -> None:
     loop, connected = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(listener, connected.set)
     try:

@@ -197,7 +197,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
             serving = http_child.supervise_http_child(
                 listener, answers, master=at, cluster=config.cluster,
                 feed=master.feed, events_at=config.events_at, names=_names(config),
-                # A store that is tried needs no history, and often nobody opens its dashboard.
+                # A temporary store needs no history, and its dashboard is often never opened.
                 on_demand=temporary is not None and master.feed is None,
                 secured=secured, auth=config.auth,
                 demands_encryption=config.data_encryption == "tls",

@@ -28,7 +28,7 @@ from kvstore.security.descriptor_server import DescriptorServer
 from kvstore.transport.tcp_server import DataServer
 
 STOP_S: Final = 5.0
-"""How long ``serving_startup`` waits for its thread."""
+"""How long ``serve_startup`` waits for its thread."""
 
 
 class NodeHttpServer:
@@ -40,7 +40,7 @@ class NodeHttpServer:
         self._access = access_control(secured, None)
 
     @contextlib.contextmanager
-    def serving_startup(self, starting: StartupProgress) -> Iterator[None]:
+    def serve_startup(self, starting: StartupProgress) -> Iterator[None]:
         """Serve in a thread, inside the block. Afterwards requests wait in the kernel until the
         node's loop serves them."""
         same = self._listener.dup()
@@ -64,7 +64,7 @@ class NodeHttpServer:
                 loop.call_soon_threadsafe(stopped.set)
             thread.join(STOP_S)
 
-    def serving(
+    def serve(
         self, agent: NodeAgent, segment: Medium, server: DataServer,
         descriptor_server: DescriptorServer | None, credentials: Credentials | None,
     ) -> AbstractAsyncContextManager[None]:  # fmt: skip

@@ -132,7 +132,7 @@ def run(
 
                 http = NodeHttpServer(listener, secured)
             starting = StartupProgress(config.memory)
-            with http.serving_startup(starting) if http else contextlib.nullcontext():
+            with http.serve_startup(starting) if http else contextlib.nullcontext():
                 segment = _mount(config, kind, starting)
             drained = broken = False
             served: list[MasterAccepted] = []
@@ -238,7 +238,7 @@ async def _serve(
     try:
         async with contextlib.AsyncExitStack() as stack:
             if http is not None:
-                serves = http.serving(agent, segment, server, descriptor_server, credentials)
+                serves = http.serve(agent, segment, server, descriptor_server, credentials)
                 await stack.enter_async_context(serves)
             if descriptor_server is not None:
                 await stack.enter_async_context(descriptor_server.serving())

@@ -73,7 +73,7 @@ def test_nothing_stays(quickstart: Callable[..., Quickstart], end: str) -> None:
         assert [line for line in after if line not in ("", "^C")] == []
 
 
-def is_bound(stack: ExitStack, port: int) -> bool:
+def try_to_bind(stack: ExitStack, port: int) -> bool:
     try:
         stack.enter_context(socket.create_server(("127.0.0.1", port)))
     except OSError:
@@ -84,10 +84,10 @@ def is_bound(stack: ExitStack, port: int) -> bool:
 def test_a_second_one_takes_other_ports_and_says_so(quickstart: Callable[..., Quickstart]) -> None:
     first = quickstart("--memory", "16MiB")
     first.ready()
-    # Stores of other tests come and go.
+    # The default port stays taken, although stores of other tests come and go.
     with ExitStack() as stack:
         if first.port != DEFAULT_PORT:
-            until(lambda: is_bound(stack, DEFAULT_PORT), within_s=60)
+            until(lambda: try_to_bind(stack, DEFAULT_PORT), within_s=60)
         second = quickstart("--memory", "16MiB")
         second.ready()
     assert {first.port, first.http_port}.isdisjoint({second.port, second.http_port})

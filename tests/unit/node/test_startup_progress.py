@@ -52,7 +52,7 @@ def test_health_answers_meanwhile_and_leaves_the_socket() -> None:
         port = listener.getsockname()[1]
         for done in (0, GIB):
             starting(done, 4 * GIB)
-            with http.serving_startup(starting):
+            with http.serve_startup(starting):
                 status, text = get(port, "/healthz")
                 assert status == 200
                 assert text.startswith("ok: reserves memory: ")
