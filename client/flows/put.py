@@ -30,9 +30,12 @@ def put(
         if outcome is not None:
             return outcome
     outcome = yield from put_ahead.put(context, item, options)
-    if outcome is not None:
-        return outcome
-    return (yield from write(context, item, options))[0]
+    if outcome is None:
+        (outcome,) = yield from write(context, item, options)
+    if context.ahead is not None:
+        name = options.namespace, item.sizes[0]
+        context.ahead.count(name, outcome, context.clock())
+    return outcome
 
 
 def put_many(

@@ -1,13 +1,13 @@
 """Puts in one exchange with the master: each end of a put brings the memory of the next one.
 
-    put   put_start, write, put_end          the first of a size, and all others that are not here
-    put   allocate, write, commit ──► memory for the next     the second one of that size
+    put   put_start, write, put_end       the first two of a size, and all others that are not here
+    put   allocate, write, commit ──► memory for the next     the third one of that size
     put   write, commit ──► memory for the next               the following ones
 
 A client that puts small objects of one size, one after the other, holds one allocation for each
 thread that does, and gives it back a second after the last put; the master would take it back at
 its deadline (30 s). That the key exists already is known after the write, so only small objects are
-put like this.
+put like this, and one that exists ends the series.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ def put(context: Context, item: Items, options: PutOptions) -> Flow[PutOutcome |
         return None
     name = options.namespace, size
     now = context.clock()
-    is_repeated = ahead.is_repeated(name, now)
     granted = ahead.take(name, now)
     if granted is None:
-        if not is_repeated:
+        if not ahead.is_expected(name, now):
             return None
         granted = yield from _allocate(context, options, size)
         if granted is None:

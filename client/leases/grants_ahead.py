@@ -8,15 +8,18 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from kvstore import calls
-from kvstore.calls import SegmentInfo
+from kvstore.calls import PutOutcome, SegmentInfo
 from kvstore.limits import Namespace
 
 GRANTS_MAX: Final = 16
 """Allocations that one client holds for as many threads; those of more are given back."""
 
 REPEATED_S: Final = 1.0
-"""Two puts of one size within this time announce a third one; without a third one for as long, the
-allocations for it are given back."""
+"""Puts within this time of each other are a series; after it, their allocations are given back."""
+
+SERIES_MIN: Final = 2
+"""So many objects of one size, stored one after the other, announce another one. With one, puts that
+store and that find an object by turns would write all of them."""
 
 SPARE_S: Final = 3.0
 """An allocation is not used any more this long before its deadline."""
@@ -51,6 +54,7 @@ class GrantsAhead:
         self._held: deque[AllocationAhead] = deque()
         self._last: tuple[Namespace, int] | None = None
         self._last_at = 0.0
+        self._stored = 0
         self.on_hold: Callable[[], object] | None = None
         self.paused_until = 0.0
 
@@ -60,11 +64,20 @@ class GrantsAhead:
     def due_at(self) -> float:
         return self._last_at + REPEATED_S
 
-    def is_repeated(self, name: tuple[Namespace, int], now: float) -> bool:
-        """Return whether another put of this namespace and size has just been made."""
-        is_same = self._last == name and now - self._last_at < REPEATED_S
+    def count(self, name: tuple[Namespace, int], outcome: PutOutcome, now: float) -> None:
+        """Count a put. One that stored nothing ends a series."""
+        if outcome is not PutOutcome.STORED:
+            self._stored = 0
+        elif name == self._last and now - self._last_at < REPEATED_S:
+            self._stored += 1
+        else:
+            self._stored = 1
         self._last, self._last_at = name, now
-        return is_same and now >= self.paused_until
+
+    def is_expected(self, name: tuple[Namespace, int], now: float) -> bool:
+        """Return whether the next put of this namespace and size continues a series."""
+        is_same = name == self._last and now - self._last_at < REPEATED_S
+        return is_same and self._stored >= SERIES_MIN and now >= self.paused_until
 
     def take(self, name: tuple[Namespace, int], now: float) -> AllocationAhead | None:
         """Return the oldest allocation, so that none waits for its deadline."""

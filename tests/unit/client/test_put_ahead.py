@@ -39,14 +39,24 @@ def world_with_grants() -> World:
     return world
 
 
+def begin_series(world: World, size: int = 50) -> None:
+    """Put two objects in the usual way."""
+    for key in (C, D):
+        assert put(world, key, size) is None
+
+
 def put(world: World, key: Key, size: int = 50) -> PutOutcome | None:
     flow = put_ahead.put(world.context, items((key, key * size)), PutOptions(namespace=N))
-    return world.run(flow)
+    outcome: PutOutcome | None = world.run(flow)
+    if world.context.ahead is not None:
+        counted = STORED if outcome is None else outcome
+        world.context.ahead.count((N, len(key) * size), counted, world.context.clock())
+    return outcome
 
 
-def test_from_the_third_put_of_a_size_on_there_is_one_exchange() -> None:
+def test_from_the_fourth_put_of_a_size_on_there_is_one_exchange() -> None:
     world = world_with_grants()
-    assert put(world, A) is None, "the first is put in the usual way"
+    begin_series(world)
     assert put(world, B) is STORED
     before = len(world.asked)
     assert put(world, C) is STORED
@@ -58,13 +68,24 @@ def test_from_the_third_put_of_a_size_on_there_is_one_exchange() -> None:
     assert (header.key, header.counter) == (C, 10)
 
 
+def test_an_object_that_exists_ends_the_series() -> None:
+    world = world_with_grants()
+    begin_series(world)
+    world.answers[calls.Commit] = calls.CommitReply(FOUND)
+    assert put(world, B) is FOUND
+    begin_series(world)
+    world.answers[calls.Commit] = calls.CommitReply(STORED)
+    assert put(world, A) is STORED
+
+
 def test_memory_for_another_size_is_given_back() -> None:
     world = world_with_grants()
-    for key in (A, B, C):
+    begin_series(world)
+    for key in (A, B):
         put(world, key)
     world.answers[calls.Allocate] = grants([WRITE], [11], [(1, PLACES[11])])
-    assert put(world, A, 70) is None
-    assert put(world, B, 70) is STORED
+    begin_series(world, 70)
+    assert put(world, A, 70) is STORED
     assert world.requests(calls.PutRevoke) == [calls.PutRevoke(EPOCH, [11], True)]
     ahead = world.context.ahead
     assert ahead is not None
@@ -83,26 +104,26 @@ def test_no_more_than_so_many_are_held() -> None:
 
 def test_memory_near_its_deadline_is_not_used() -> None:
     world = world_with_grants()
-    for key in (A, B):
-        put(world, key)
+    begin_series(world)
+    put(world, A)
     world.now += 27
-    assert put(world, C) is None
+    assert put(world, B) is None
 
 
 def test_a_put_that_fails_is_put_in_the_usual_way() -> None:
     world = world_with_grants()
-    for key in (A, B):
-        put(world, key)
+    begin_series(world)
+    put(world, A)
     world.failing[1] = [NodeUnreachableError("reset", quiesced=0, connection=5)]
-    assert put(world, C) is None
+    assert put(world, B) is None
     assert world.requests(calls.PutRevoke) == [calls.PutRevoke(EPOCH, [10], False, (5,))]
     assert put(world, D) is None, "a node fails: nothing is put ahead"
 
 
 def test_a_refused_or_unanswered_commit_is_put_in_the_usual_way() -> None:
     world = world_with_grants()
+    begin_series(world)
     world.answers[calls.Commit] = calls.CommitReply(REFUSED)
-    put(world, A)
     assert put(world, B) is None
     world.answers[calls.Commit] = [UnavailableError("gone"), UnavailableError("gone")]
     assert put(world, C) is None
@@ -121,7 +142,8 @@ def test_a_thread_gives_back_what_is_not_used() -> None:
         return calls.PutRevokeReply(1)
 
     with closing(ViewManager(ask, lease_margin_s=0.1, returnables=[ahead])):
-        for key in (A, B, C):
+        begin_series(world)
+        for key in (A, B):
             put(world, key)
         last = uptime()
         request, at = asked.get(timeout=10)
@@ -134,7 +156,8 @@ def test_with_a_short_deadline_nothing_is_put_ahead() -> None:
     world = world_with_grants()
     brief = grants([WRITE], [9], [(1, 4096)])._replace(deadline_ms=1_000)
     world.answers[calls.Allocate] = brief
-    for key in (A, B, C):
+    begin_series(world)
+    for key in (A, B):
         assert put(world, key) is None
     assert world.requests(calls.PutRevoke) == [calls.PutRevoke(EPOCH, [9], True)]
 
@@ -142,7 +165,8 @@ def test_with_a_short_deadline_nothing_is_put_ahead() -> None:
 def test_with_capabilities_nothing_is_put_ahead() -> None:
     world = world_with_grants()
     world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)])._replace(capabilities=b"x")
-    for key in (A, B, C):
+    begin_series(world)
+    for key in (A, B):
         assert put(world, key) is None
     assert len(world.requests(calls.Allocate)) == 1
     assert world.requests(calls.PutRevoke) == [calls.PutRevoke(EPOCH, [9], True)]
