@@ -200,7 +200,6 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
                 # A temporary store needs no history, and its dashboard is often never opened.
                 on_demand=temporary is not None and master.feed is None,
                 secured=secured, auth=config.auth,
-                demands_encryption=config.data_encryption == "tls",
             )  # fmt: skip
             running.append(start_task("http", serving, died=broken))
         # With etcd, memory waits for a leader, which may be far away.

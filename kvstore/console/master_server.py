@@ -18,7 +18,6 @@ import click
 
 from kvstore.console.api.chains import ChainsAPI
 from kvstore.console.api.diagnostics import DiagnosticsAPI
-from kvstore.console.api.drains import NodesAPI
 from kvstore.console.api.lookups import LookupsAPI
 from kvstore.console.dashboard.master import ParentMaster
 from kvstore.console.dashboard.routes import Dashboard
@@ -57,8 +56,6 @@ class HttpChildOptions(NamedTuple):
     secured: HttpSecurity
     auth: str
     """The master's certificate file; empty: no authentication."""
-    demands_encryption: bool
-    """Whether drains over TCP use only nodes that encrypt."""
 
 
 async def serve(served: HttpChildOptions) -> None:
@@ -80,19 +77,17 @@ async def serve(served: HttpChildOptions) -> None:
     master = ParentMaster(
         served.master, cluster=served.cluster, pid=served.pid, channel=channel,
         scheme=secured.scheme, auth=served.auth, requests=requests,
-        demands_encryption=served.demands_encryption,
     )  # fmt: skip
     answers = ProcessStatus(master.readiness, master.metrics)
     events = EventsAPI(journal, channel, master.readiness) if served.has_events else None
     port = served.listener.getsockname()[1]
     dashboard = Dashboard(master, port=port, scheme=secured.scheme)
-    nodes = NodesAPI(master.client, master.nodes, master.connect)
     publisher: ZmqPublisher | None = None
     try:
         if events is not None and served.events_at:
             publisher = _publisher(served, events, master)
         access = access_control(secured, AllowedHosts([*served.names, MASTER_NAME]))
-        routes = _routes(access, master, dashboard, events, nodes)
+        routes = _routes(access, master, dashboard, events)
         async with serving(
             served.listener, answers, routes, access=access, secured=secured, requests=requests
         ):
@@ -103,7 +98,6 @@ async def serve(served: HttpChildOptions) -> None:
         if publisher is not None:
             await publisher.close()
         await dashboard.close()
-        await nodes.close()
         await master.close()
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
@@ -114,13 +108,12 @@ def _routes(
     master: ParentMaster,
     dashboard: Dashboard,
     events: EventsAPI | None,
-    nodes: NodesAPI,
 ) -> list[Route]:
     """Return all routes except those of health and metrics."""
     client, nodes_of = master.client, master.nodes_of
     endpoints = endpoints_of(events) if events else disabled_endpoints()
     owners = LookupsAPI(client, nodes_of), ChainsAPI(client, nodes_of), DiagnosticsAPI(client)
-    for owner in (dashboard, *owners, nodes):
+    for owner in (dashboard, *owners):
         endpoints += endpoints_of(owner)
     endpoints += endpoints_of(OpenApiDocument(endpoints))
     routes = [

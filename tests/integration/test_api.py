@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvstore.console.api.diagnostics import WHY_PATH
-from kvstore.console.api.lookups import EXISTS_PATH, HINTS_PATH, MATCH_PATH, STAT_PATH
+from kvstore.console.api.lookups import HINTS_PATH, MATCH_PATH, REMOVE_PATH
 from kvstore.limits import PIN_MS_MAX
 from tests.support.cluster import Cluster, Node
 from tests.support.http import get
@@ -63,25 +63,6 @@ def test_how_far_a_chain_is_there_and_where(store: Store) -> None:
     assert post(store.port, MATCH_PATH, {"keys": []})[1]["matches"][0]["matched"] == 0
 
 
-def test_what_exists(store: Store) -> None:
-    asked = {"keys": hexes(KEYS[4], KEYS[1]), "namespace": "n"}
-    assert post(store.port, EXISTS_PATH, asked) == (200, {"exists": [False, True]})
-
-
-def test_one_object(store: Store) -> None:
-    found = get(store.port, f"{STAT_PATH}?namespace=n&key={KEYS[1].hex()}")
-    assert found.status == 200
-    told = json.loads(found.text)
-    assert (told["size"], told["depth"], told["state"]) == (2, 1, "complete")
-    assert (told["key"], told["parent"]) == (KEYS[1].hex(), KEYS[0].hex())
-    assert [place["node"] for place in told["locations"]] == [store.node.name]
-    assert get(store.port, f"{STAT_PATH}?key={KEYS[1].hex()}").status == 404
-    assert get(store.port, f"{STAT_PATH}?key=xyz") == (
-        400,
-        "key: 'xyz' is no key of 1 to 256 bytes in hexadecimal\n",
-    )
-
-
 def test_an_envelope_is_answered_action_by_action(store: Store) -> None:
     def action(name: str, **payload: object) -> dict[str, object]:
         return {"action_id": name, "action_type": name, "action_version": "1.0", "payload": payload}
@@ -129,7 +110,7 @@ def test_an_envelope_is_answered_action_by_action(store: Store) -> None:
     ],
 )
 def test_a_wrong_question_is_told_what_is_wrong(store: Store, body: Any, why: str) -> None:
-    for path in (MATCH_PATH, EXISTS_PATH):
+    for path in (MATCH_PATH, REMOVE_PATH):
         status, text = post(store.port, path, body)
         assert (status, why in text) == (400, True), text
         assert len(text) < 500

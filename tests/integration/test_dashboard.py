@@ -388,7 +388,7 @@ def test_an_observer_sees_the_page_and_its_numbers(tmp_path: Path) -> None:
             assert asked_as("observer", path) == 200, path
         for path in PATHS:
             assert asked_as("observer", path) == 200, path
-        keys = ("/api/v1/chains?namespace=ours", "/api/v1/stat?namespace=ours&key=6b")
+        keys = ("/api/v1/chains?namespace=ours", "/api/v1/blocks?namespace=ours&key=6b")
         for path in keys:
             assert asked_as("observer", path) == 403, path
             assert asked_as("admin", path) == 200, path

@@ -28,7 +28,7 @@ from tests.support.wait import until
 
 TOKEN = "s3cret-0123456789abcdef"
 WRITES = (REMOVE_PATH, PIN_PATH, UNPIN_PATH, HINTS_PATH)
-READS = ("/metrics", "/api/v1/status", "/api/v1/nodes", "/api/v1/openapi.json")
+READS = ("/metrics", "/api/v1/status", "/api/v1/openapi.json")
 KEYS = {"keys": ["00"]}
 
 Started = Callable[..., tuple[Cluster, int]]

@@ -1,4 +1,4 @@
-"""Operations on keys over HTTP: match, exists, stat, remove, pin, unpin and hints.
+"""Operations on keys over HTTP: match, remove, pin, unpin and hints.
 
 Keys are in hexadecimal. Payloads do not pass through HTTP.
 """
@@ -11,19 +11,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvstore import calls
 from kvstore.calls.hint_envelopes import parse_envelope
 from kvstore.client.async_client import AsyncClient
-from kvstore.console.api.schemas import KeyText, Shape, shaped
 from kvstore.http.operations import ApiRequest, HexKey, endpoint
 from kvstore.limits import BATCH_KEYS_MAX, DEFAULT_NAMESPACE, NAMESPACES_MAX, PIN_MS_MAX
 
 MATCH_PATH: Final = "/api/v1/match"
-EXISTS_PATH: Final = "/api/v1/exists"
-STAT_PATH: Final = "/api/v1/stat"
 REMOVE_PATH: Final = "/api/v1/remove"
 PIN_PATH: Final = "/api/v1/pin"
 UNPIN_PATH: Final = "/api/v1/unpin"
@@ -76,13 +71,6 @@ class MatchRequest(ApiRequest):
     )
 
 
-class ObjectRequest(ApiRequest):
-    """The key of an object."""
-
-    key: HexKey = Field(description="In hexadecimal.")
-    namespace: str = DEFAULT_NAMESPACE
-
-
 class KeysRequest(ApiRequest):
     """Keys of objects."""
 
@@ -127,10 +115,6 @@ class MatchResponse(BaseModel):
     matches: list[NamespaceMatch]
 
 
-class ExistsResponse(BaseModel):
-    exists: list[bool] = Field(description="Per key.")
-
-
 class RemoveResponse(BaseModel):
     removed: list[bool] = Field(description="Per key: whether there was such an object.")
 
@@ -153,23 +137,6 @@ class HintResponse(BaseModel):
 class HintsResponse(BaseModel):
     message_id: str
     actions: list[HintResponse] = Field(description="In the order of the envelope.")
-
-
-class ReplicaLocation(BaseModel):
-    node: str
-    segment: int
-    offset: int
-
-
-@shaped(calls.ObjectRow)
-@shaped(calls.ObjectDetail, without=("row", "placements", "epoch"))
-class StatResponse(Shape):
-    """State and location of an object."""
-
-    text: KeyText = Field(description="The key as kvstore ls shows it.")
-    parent: str | None = Field(description="Its key, in hexadecimal.")
-    version: str
-    locations: list[ReplicaLocation]
 
 
 class LookupsAPI:
@@ -203,36 +170,6 @@ class LookupsAPI:
                 )
             ]
         )
-
-    @endpoint("POST", EXISTS_PATH, {200: "Per key."})
-    async def _exists(self, params: KeysRequest) -> ExistsResponse:
-        """Check whether objects are stored."""
-        found = await self._client.exists_many(
-            params.keys, namespace=params.namespace, timeout_ms=TIMEOUT_MS
-        )
-        return ExistsResponse(exists=found)
-
-    @endpoint("GET", STAT_PATH, {200: "What is known of it.", 404: "No such object."})
-    async def _stat(self, params: ObjectRequest) -> StatResponse:
-        """Get the state and location of an object."""
-        found = await self._client.stat(
-            params.key, namespace=params.namespace, timeout_ms=TIMEOUT_MS
-        )
-        if found is None or found.detail.row is None:
-            raise web.HTTPNotFound(text="no such object\n")
-        detail, row = found.detail, found.detail.row
-        names = await self._nodes_of(detail.placements.segments)
-        places = zip(detail.placements.segments, detail.placements.offsets, strict=True)
-        told = {
-            "text": row.key,
-            "parent": detail.parent.hex() or None,
-            "version": f"{detail.version.epoch}.{detail.version.counter}",
-            "locations": [
-                ReplicaLocation(node=names.get(segment, ""), segment=segment, offset=offset)
-                for segment, offset in places
-            ],
-        }
-        return StatResponse.model_validate(detail._asdict() | row._asdict() | told)
 
     @endpoint("POST", REMOVE_PATH, {200: "Done."}, is_trusted=True)
     async def _remove(self, params: KeysRequest) -> RemoveResponse:

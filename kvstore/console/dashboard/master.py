@@ -13,7 +13,6 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 from kvstore.calls import ClusterStatus
 from kvstore.calls.fleet_records import FleetRecord, fleets_of
 from kvstore.client.async_client import AsyncClient
-from kvstore.client.client import Client
 from kvstore.console.diagnostics.evidence import read_records
 from kvstore.console.diagnostics.problems import DetectedProblem, of_engines
 from kvstore.errors import KVStoreError, UnavailableError
@@ -120,22 +119,17 @@ class ParentMaster:
         scheme: str,
         auth: str = "",
         requests: Limiter[object] | None = None,
-        demands_encryption: bool = False,
     ) -> None:
         """
         Args:
             scheme: http or https, of this process's port.
             requests: the request limiter of this process's port; None: it has none.
-            demands_encryption: of clients of ``connect``, as ``data_encryption`` of a client.
         """
         self.address = address
         """The master's own ``host:port``; on loopback also if it listens on all addresses."""
-        self._cluster = cluster
-        self._auth = auth
         self._pid = pid
         self._scheme = scheme
         self._requests = requests
-        self._data_encryption: Final = "tls" if demands_encryption else "off"
         self._channel = channel
         self._lives = start_task("lives", channel.request_until_reply("role", ANSWER_S))
         self.client = AsyncClient(
@@ -153,28 +147,14 @@ class ParentMaster:
         """The fleet records; empty if they cannot be read."""
         self._engines = CoalescedQuery("engines", self._find_engine_problems, FLEET_S)
         self._engine_problems: list[DetectedProblem] = []
-        self.nodes = CoalescedQuery("nodes", self.client.status, FRESH_S)
-        """The status of the cluster, whichever master leads."""
 
     async def close(self) -> None:
         for shared in (
-            self.seen,
-            self._status,
-            self.notices,
-            self.fleet_records,
-            self._engines,
-            self.nodes,
-        ):
+            self.seen, self._status, self.notices, self.fleet_records, self._engines
+        ):  # fmt: skip
             shared.close()
         self._lives.cancel()
         await self.client.close()
-
-    def connect(self) -> Client:
-        """Return a new client, for another thread."""
-        return Client(
-            self.address, cluster=self._cluster, name="kvstore-web-drain", auth=self._auth,
-            data_encryption=self._data_encryption,
-        )  # fmt: skip
 
     async def readiness(self) -> Readiness:
         """Return whether this master leads or knows the leader, and its own memory, if it has any,

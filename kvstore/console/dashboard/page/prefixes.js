@@ -1,8 +1,8 @@
 "use strict";
-// The view of prefixes: the most used chains as a tree of branches, the blocks of one branch, and a search for keys.
+// The view of prefixes: the most used chains as a tree of branches, and the blocks of one branch.
 // It uses the functions of page.js.
 
-const CHAINS_MS = 4000, LEVELS_MAX = 12, PAGE_BLOCKS = 50, FIND_MS = 12000;
+const CHAINS_MS = 4000, LEVELS_MAX = 12, PAGE_BLOCKS = 50;
 
 // Initially open: the first namespaces, with their first chains; all branches of a small namespace.
 const SPACES_SHOWN = 20, SPACES_OPEN = 3, ROOTS_SHOWN = 4, UNFOLDED_MAX = 6;
@@ -186,24 +186,17 @@ async function loadChains() {
   }
 }
 
-// --- one branch, and one block -------------------------------------------------------------------
+// --- one branch ----------------------------------------------------------------------------------
 
 let opened = null;
 
 const BLOCK_HEADS = ["block", "state", "bytes", "idle", "leased", "on"];
 
-function blockRow(block, namespace) {
-  const name = element("button", "block", shortKey(block.text));
-  name.type = "button";
-  name.addEventListener("click", () => openBlock(block, namespace));
+function blockRow(block) {
   const texts = [block.state, block.state === "complete" ? bytes(block.size) : "",
     block.state === "absent" ? "" : time(block.idle_ms / 1000),
     block.leased_ms ? time(block.leased_ms / 1000) : "", block.nodes.map(escapeText).join(", ")];
-  return element("tr", block.state === "complete" ? "" : "warning", element("td", "name", name), ...texts.map((text) => element("td", "", text)));
-}
-
-function blockTable() {
-  return element("table", "", element("thead", "", element("tr", "", ...BLOCK_HEADS.map(headCell))), element("tbody"));
+  return element("tr", block.state === "complete" ? "" : "warning", element("td", "name", shortKey(block.text)), ...texts.map((text) => element("td", "", text)));
 }
 
 function openBranch(branch) {
@@ -218,8 +211,8 @@ function openBranch(branch) {
     branch.leased_ms ? `leased for ${time(branch.leased_ms / 1000)} more` : "not leased",
     ...Object.entries(branch.nodes).map(([node, replicas]) => `${plural(replicas, "replica", "replicas")} on ${escapeText(node)}`),
   ].join(" · "));
-  $("branch-blocks").replaceChildren(blockTable());
-  put($("block-text"), "");
+  $("branch-blocks").replaceChildren(element("table", "", element("thead", "", element("tr", "", ...BLOCK_HEADS.map(headCell))), element("tbody")));
+  put($("branch-note"), "");
   $("branch").showModal();
   moreBlocks();
 }
@@ -234,71 +227,13 @@ async function moreBlocks() {
     const response = await request(`api/v1/blocks?namespace=${encodeURIComponent(of.branch.namespace)}&key=${of.next}&above=${above}`);
     if (of !== opened) return;
     const body = $("branch-blocks").querySelector("tbody");
-    body.append(...response.blocks.map((block) => blockRow(block, of.branch.namespace)));
+    body.append(...response.blocks.map(blockRow));
     of.remaining -= above + 1;
     of.next = response.blocks.at(-1)?.parent;
     put($("branch-more"), `Show more of ${of.remaining.toLocaleString("en")}`);
     $("branch-more").hidden = of.remaining <= 0 || !of.next;
   } catch (error) {
-    put($("block-text"), `Not available: ${escapeText(error.message)}`);
-  }
-}
-
-async function openBlock(block, namespace) {
-  put($("block-text"), "…");
-  try {
-    const found = await request(`api/v1/stat?namespace=${encodeURIComponent(namespace)}&key=${block.key}`);
-    put($("block-text"), [
-      `Block ${escapeText(found.text)}: ${found.state}`, `${found.size.toLocaleString("en")} bytes`, `version ${found.version}`,
-      found.parent ? `parent ${found.parent}` : "root of its chain", plural(found.children, "child", "children"),
-      `idle ${time(found.idle_ms / 1000)}`, found.leased_ms ? `leased for ${time(found.leased_ms / 1000)} more` : "not leased",
-      block.pinned_ms ? `pinned for ${time(block.pinned_ms / 1000)} more` : "not pinned itself",
-      ...found.locations.map((replica) => `on ${escapeText(replica.node)}, segment ${replica.segment} at ${replica.offset.toLocaleString("en")}`),
-    ].join(" · "));
-  } catch (error) {
-    put($("block-text"), `Block ${escapeText(block.text)}: ${escapeText(error.message)}`);
-  }
-}
-
-// --- search ------------------------------------------------------------------------------------
-
-function foundText(found, keys) {
-  const missing = found.blocks[found.leading];
-  const nodes = [...new Set(found.blocks.flatMap((block) => block.nodes))];
-  return [
-    `${escapeText(found.namespace)}: ${found.found.toLocaleString("en")} of ${plural(keys, "block", "blocks")} stored`,
-    ...(missing ? [`number ${found.leading + 1} (${shortKey(missing.text)}) is ${missing.state === "being_written" ? "being written" : "missing"}`] : []),
-    ...(found.chain ? [] : ["not one chain"]),
-    ...(nodes.length ? [`on ${nodes.map(escapeText).join(", ")}`] : []),
-  ].join("; ") + ".";
-}
-
-async function find(event) {
-  event.preventDefault();
-  const space = $("chains-of").value, text = $("find-text").value;
-  put($("find-note"), "Searching…");
-  $("find-found").replaceChildren();
-  try {
-    const response = await request("api/v1/find", space ? { text, namespaces: [space] } : { text }, FIND_MS);
-    const where = `in ${plural(response.searched, "namespace", "namespaces")}`;
-    put($("find-note"), response.found_in.length ? `Found ${where}:` : `None of ${plural(response.keys, "block", "blocks")} found ${where}.`);
-    $("find-found").replaceChildren(...response.found_in.map((found) => {
-      const body = blockTable();
-      body.lastElementChild.append(...found.blocks.map((block) => blockRow(block, found.namespace)));
-      const details = element("details", "model", element("summary", "", foundText(found, response.keys)), scrollable(`Blocks in ${escapeText(found.namespace)}`, body));
-      details.addEventListener("click", ({ target }) => {
-        if (!target.classList.contains("block")) return;
-        opened = null;
-        put($("branch-title"), escapeText(found.namespace));
-        put($("branch-text"), "");
-        $("branch-blocks").replaceChildren();
-        $("branch-more").hidden = true;
-        $("branch").showModal();
-      });
-      return details;
-    }), ...(response.others ? [element("p", "quiet", `found in ${plural(response.others, "more namespace", "more namespaces")}`)] : []));
-  } catch (error) {
-    put($("find-note"), escapeText(error.message));
+    put($("branch-note"), `Not available: ${escapeText(error.message)}`);
   }
 }
 
@@ -309,7 +244,6 @@ POLLS.push(CHAINS_POLL);
 $("chains-of").addEventListener("change", () => poll(CHAINS_POLL));
 $("chains-order").addEventListener("change", () => chains && showTree());
 $("chains-more").addEventListener("click", () => fold("spaces", true));
-$("find").addEventListener("submit", find);
 $("branch-more").addEventListener("click", moreBlocks);
 $("branch-close").addEventListener("click", () => $("branch").close());
 poll(CHAINS_POLL);
