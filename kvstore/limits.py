@@ -147,8 +147,7 @@ def check_protocol(version: int, who: str) -> None:
     if version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"{who} speaks protocol {version}, this master {PROTOCOL_VERSION}",
-            advice="Install the same release of kvstore on all hosts (kvstore version, or "
-            "--version, shows it).",
+            advice="Install the same release of kvstore on all hosts (kvstore --version shows it).",
             protocol=PROTOCOL_VERSION,
         )
 

@@ -1,20 +1,17 @@
-"""``kvstore status``, ``drain`` and ``version``."""
+"""``kvstore status`` and ``drain``."""
 
 from __future__ import annotations
 
-import platform
 from dataclasses import asdict
 from typing import Any
 
 import click
 
-from kvstore._version import __version__
 from kvstore.calls import ClusterStatus
 from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import plain, print_json
-from kvstore.cli.options import EXIT_FAILED, Duration, command, debug_option, json_option
+from kvstore.cli.options import EXIT_FAILED, Duration, command
 from kvstore.cli.progress import progress
-from kvstore.limits import PROTOCOL_VERSION
 from kvstore.runtime.addresses import shown_place
 from kvstore.runtime.formatting import size_text
 
@@ -99,32 +96,6 @@ def drain(
     )
     click.echo(advice, err=True)
     return EXIT_FAILED
-
-
-@command(
-    epilog="\b\nExample:\n  kvstore version --json",
-    help="Show the versions of kvstore and its dependencies.",
-)
-@json_option
-@debug_option
-def version(as_json: bool | None) -> None:
-    versions = {
-        "kvstore": __version__,
-        "protocol": PROTOCOL_VERSION,
-        "python": platform.python_version(),
-    }
-    from kvstore.console.diagnostics.software import (
-        installation,  # here, because it reads package metadata
-    )
-
-    notices = [f"{row.found}. {row.advice}" for row in installation() if row.state != "ok"]
-    if as_json:
-        print_json({**versions, "notices": notices})
-        return
-    for name, number in versions.items():
-        click.echo(f"{name} {number}")
-    for notice in notices:
-        click.echo(f"note: {notice}", err=True)
 
 
 def status_json(found: ClusterStatus) -> dict[str, Any]:

@@ -75,8 +75,6 @@ def _checks(
     checks: list[tuple[Any, ...]] = [
         ("Python", "software.python", IMPORTS_TIMEOUT_S),
         ("installation", "software.installation"),
-        ("optional", "software.optional"),
-        ("mooncake.store", "software.mooncake_store"),
         ("entries", "host.entries", node_memory),
         *(
             [("disks", "disks.disks", node.disk, node.disk_size, node.disk_writes_per_day)]

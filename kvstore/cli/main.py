@@ -9,7 +9,7 @@ from typing import Final, NoReturn
 
 import click
 
-from kvstore.cli.cluster import drain, status, version
+from kvstore.cli.cluster import drain, status
 from kvstore.cli.objects import clear, get, ls, pin, put, rm, stat, unpin
 from kvstore.cli.options import (
     SOURCES,
@@ -56,8 +56,8 @@ PROGRAMS: Final = {
 
 SECTIONS: Final = {
     "Start a store": ("quickstart", *PROGRAMS, "as-mooncake"),
-    "Objects": ("put", "get", "ls", "stat", "rm", "clear", "pin", "unpin", "prefixes"),
-    "Inspect": ("status", "top", "why", "events", "doctor", "version", "bench", "plan", "size",
+    "Objects": ("put", "get", "ls", "stat", "rm", "clear", "pin", "unpin"),
+    "Inspect": ("status", "why", "events", "doctor", "bench", "plan", "size",
                 "what-if"),
     "Administer": ("drain", "archive", "clean", "auth"),
 }  # fmt: skip
@@ -73,12 +73,10 @@ LATE: Final = {
     "why": "Explain cache misses: list the writers and readers, and why lookups miss.",
     "quickstart": "Start a complete store on this host and print the configuration for vLLM, "
     "SGLang and Python.",
-    "prefixes": "Show the most matched and most recently used prefixes as a tree.",
     "events": "Stream object events: objects stored and removed.",
     "plan": "Show what more memory, another eviction policy or hints would bring, from a trace.",
     "size": "Show what a model and its load need: memory, network, the master.",
     "what-if": "Show what other sizes of the pool, or another eviction policy, would find.",
-    "top": "Watch the cluster: hits, traffic, memory by node, the largest namespaces.",
 }
 """Summaries of the commands that are imported on demand."""
 
@@ -121,7 +119,7 @@ def cli(context: click.Context, /, **options: object) -> None:
     context.obj = options
 
 
-for command in (clear, drain, get, ls, pin, put, rm, stat, status, unpin, version):
+for command in (clear, drain, get, ls, pin, put, rm, stat, status, unpin):
     cli.add_command(command)
 
 

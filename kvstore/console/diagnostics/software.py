@@ -1,4 +1,4 @@
-"""Checks of Python, of required packages, and of optional ones.
+"""Checks of Python and of packages.
 
 Packages are imported in another process, so that a broken package or a slow import does not affect
 this one.
@@ -14,24 +14,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from kvstore import native
 from kvstore._version import __version__
-from kvstore.connectors.mooncake_shim import is_ours
 from kvstore.console.diagnostics.findings import Finding, of_row, ok, under
 from kvstore.native import compiled
 from kvstore.runtime import interpreter
 
 NEEDED: Final = ("numpy", "grpcio", "protobuf", "pydantic", "xxhash", "click", "rich")
-OPTIONAL: Final = {
-    "torch": "tensors as values: pip install torch",
-    "vllm": "the connector: pip install vllm",
-    "aiohttp": "kvstore-proxy: pip install aiohttp prometheus-client cbor2",
-    "cbor2": "kvstore-proxy, or the extra [proxy]: pip install cbor2",
-}
 ENGINES: Final = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 
 _STATE: Final = Path(native.__file__).parents[1] / "master" / "state"
@@ -92,26 +84,6 @@ def _compiled() -> Finding:
     if missing := [name for name, is_there in parts.items() if not is_there]:
         return of_row("not_compiled", missing=", ".join(missing))
     return ok(" and ".join(parts))
-
-
-def optional() -> Iterator[Finding]:
-    """Read only the versions of optional packages: importing vLLM takes many seconds."""
-    for name, purpose in OPTIONAL.items():
-        number = version(name)
-        yield ok(f"{name} {number}" if number else f"{name} is not installed ({purpose})")
-
-
-def mooncake_store() -> Iterator[Finding]:
-    """Report whose ``mooncake.store`` an engine in this environment imports."""
-    try:
-        found = find_spec("mooncake.store")
-    except ModuleNotFoundError:
-        found = None
-    if found is not None and is_ours(found.origin):
-        yield ok("this store (its directory is in front on PYTHONPATH)")
-        return
-    whose = "not installed" if found is None else f"Mooncake's own ({found.origin})"
-    yield ok(f"{whose}; kvstore as-mooncake -- COMMAND gives it this store")
 
 
 def transfer_engine(timeout_s: float) -> Iterator[Finding]:

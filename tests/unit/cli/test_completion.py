@@ -53,7 +53,7 @@ def completed(words: str, *, program: str = "kvstore") -> list[str]:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("kvstore p", ["pin", "plan", "prefixes", "put"]),
+        ("kvstore p", ["pin", "plan", "put"]),
         ("kvstore --verify ", ["header", "payload", "all"]),
         ("kvstore bench --tr", ["--transport"]),
         ("kvstore put k ", ["file,"]),

@@ -435,7 +435,7 @@ def test_no_more_is_used_than_is_free(
 
 def test_options_of_the_group_may_stand_behind_the_command(kv: KV, store: FakeClient) -> None:
     behind = ("--cluster", "blue", "--no-lane", "--verify", "header", "--transports", "tcp")
-    for command in (["status"], ["ls"], ["stat", "k"], ["prefixes"], ["why"]):
+    for command in (["status"], ["ls"], ["stat", "k"], ["why"]):
         kv(*command, *behind)
         kv(*behind, *command)
         after, before = store.configs
