@@ -145,7 +145,7 @@ def _read(
             if response.status == http.client.UNAUTHORIZED:
                 raise PermissionDeniedError(
                     f"{address}: the token is missing or wrong",
-                    advice=f"Give --http-token-file, or {HTTP_TOKEN_VARIABLE}.",
+                    advice=f"Set {HTTP_TOKEN_VARIABLE}.",
                 )
             if response.status == http.client.BAD_REQUEST:
                 raise InvalidArgumentError(f"{address}: {text}")

@@ -57,7 +57,7 @@ PROGRAMS: Final = {
 SECTIONS: Final = {
     "Start a store": ("quickstart", *PROGRAMS, "as-mooncake"),
     "Objects": ("put", "get", "ls", "stat", "rm", "clear", "pin", "unpin"),
-    "Inspect": ("status", "why", "events", "doctor", "bench", "plan", "size",
+    "Inspect": ("status", "why", "doctor", "bench", "plan", "size",
                 "what-if"),
     "Administer": ("drain", "archive", "clean", "auth"),
 }  # fmt: skip
@@ -73,7 +73,6 @@ LATE: Final = {
     "why": "Explain cache misses: list the writers and readers, and why lookups miss.",
     "quickstart": "Start a complete store on this host and print the configuration for vLLM, "
     "SGLang and Python.",
-    "events": "Stream object events: objects stored and removed.",
     "plan": "Show what more memory, another eviction policy or hints would bring, from a trace.",
     "size": "Show what a model and its load need: memory, network, the master.",
     "what-if": "Show what other sizes of the pool, or another eviction policy, would find.",

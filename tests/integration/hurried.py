@@ -1,7 +1,7 @@
 """Runs commands of ``kvstore`` under one circumstance; a program of ``test_hurried``.
 
 It imports everything once, and forks a process for each command: a start of Python per command and
-circumstance would take minutes. It reads ``{name: (module, arguments, whether it ends)}`` as JSON,
+circumstance would take minutes. It reads ``{name: (module, arguments)}`` as JSON,
 and prints what became of each.
 """
 
@@ -24,8 +24,6 @@ CIRCUMSTANCES: Final = (
     "no terminal", "pipe closed", "both closed", "terminal", "narrow", "full disk",
 )  # fmt: skip
 NARROW: Final = 36
-INTERRUPT_S: Final = 1.5
-"""A command that goes on is interrupted after so long."""
 LIMIT_S: Final = 60.0
 
 
@@ -38,7 +36,7 @@ def main() -> None:
     json.dump(done, sys.stdout)
 
 
-def run(circumstance: str, module: str, arguments: list[str], ends: bool) -> dict[str, object]:
+def run(circumstance: str, module: str, arguments: list[str]) -> dict[str, object]:
     on_terminal = circumstance in ("terminal", "narrow")
     if on_terminal:
         ours, theirs = os.openpty()
@@ -69,24 +67,19 @@ def run(circumstance: str, module: str, arguments: list[str], ends: bool) -> dic
         importlib.import_module(module).main()
     for fd in set(given):
         os.close(fd)
-    said, status = _wait(pid, read, ends=ends)
+    said, status = _wait(pid, read)
     for fd in read.values():
         os.close(fd)
     return {"code": os.waitstatus_to_exitcode(status), **said}
 
 
-def _wait(pid: int, read: dict[str, int], *, ends: bool) -> tuple[dict[str, str], int]:
+def _wait(pid: int, read: dict[str, int]) -> tuple[dict[str, str], int]:
     said: dict[str, bytes] = dict.fromkeys(("out", "err"), b"")
     began = time.monotonic()
     left = dict(read)
-    interrupted = ends
     gone, status = 0, 0
     while True:
-        taken = time.monotonic() - began
-        if not (gone or interrupted) and taken > INTERRUPT_S:
-            interrupted = True
-            os.kill(pid, signal.SIGINT)
-        if not gone and taken > LIMIT_S:
+        if not gone and time.monotonic() - began > LIMIT_S:
             os.kill(pid, signal.SIGKILL)
         if not gone:
             gone, status = os.waitpid(pid, os.WNOHANG)

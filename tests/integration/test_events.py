@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from tests.integration.test_http import child_of
 from tests.support.cluster import Cluster
 from tests.support.etcd import running
 from tests.support.http import get
-from tests.support.processes import ROOT, Server, flags_of, free_port
+from tests.support.processes import ROOT, free_port
 from tests.support.wait import until
 
 Name = tuple[str, str]
@@ -194,41 +193,6 @@ def test_another_master_leads(tmp_path: Path, how: str) -> None:
                 agree(reader, client)
             assert b"later 299".hex() in {key for _, key in reader.objects}
         cluster.finish()
-
-
-def test_the_command_follows(cluster_with_events: Cluster) -> None:
-    cluster = cluster_with_events
-    settings = {"master": cluster.address}  # which says where its HTTP is
-    with cluster.client(namespace="n") as client:
-        client.put_chain([b"a", b"\xff"], [b"x", b"y" * 2048])
-        command = Server(
-            "kvstore.cli.main",
-            ["events", "--snapshot", *flags_of(settings)],
-            log=cluster.directory / "events",
-        )
-        as_json = Server(
-            "kvstore.cli.main",
-            ["events", "--json", *flags_of(settings)],
-            log=cluster.directory / "json",
-        )
-        try:
-            command.line(r"^stored\tn\ta\t1 B\t-$")
-            command.line(r"^stored\tn\thex:ff\t2.00 KiB\ta$")
-            command.line("^complete\t")
-            as_json.line('"event": "begin"')
-            client.remove(b"\xff")
-            command.line(r"^removed\tn\thex:ff$")
-            assert json.loads(as_json.line(r"^.*removed.*$")[0])["key"] == "ff"
-            cluster.master_server.kill()
-            cluster.master()
-            command.line("^cleared")
-            command.line(r"^stored\tn\ta\t")
-            as_json.line('"event": "(cleared|gap)"')
-            as_json.process.send_signal(signal.SIGINT)
-            assert as_json.wait() == 130
-        finally:
-            command.close()
-            as_json.close()
 
 
 def test_without_events_the_answer_says_how_to_get_them(cluster: Cluster) -> None:

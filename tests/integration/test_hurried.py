@@ -32,8 +32,6 @@ class Row(NamedTuple):
     codes: tuple[int, ...] = (0,)
     shows: tuple[str, ...] = ()
     """Names that its output has in full."""
-    ends: bool = True
-    """Else it goes on until Ctrl-C."""
 
 
 ROWS: Final = {
@@ -45,7 +43,6 @@ ROWS: Final = {
     "clear": Row(HERE, (2, 130)),
     "doctor": Row(["--memory", "1MiB"], (0, 1), ("/dev/shm",)),
     "drain": Row(["nobody"], (2,)),
-    "events": Row(["--http", "127.0.0.1:1"], (130,), ends=False),
     "get": Row([KEY, *HERE], shows=("a value",)),
     "ls": Row([], shows=(KEY, SPACE)),
     "pin": Row([KEY, "--for", "1s", *HERE], shows=("pinned 1",)),
@@ -114,17 +111,16 @@ def hurried(store: Cluster, circumstance: str, environment: str) -> dict[str, Re
     file = store.directory / "file"
     file.write_bytes(b"a value")
     is_for_doctor = environment == "usual" and circumstance in DOCTORS
-    asked: dict[str, tuple[str, list[str], bool]] = {
+    asked: dict[str, tuple[str, list[str]]] = {
         name: (
             "kvstore.cli.main",
             ["kvstore", name, *(str(file) if each == "FILE" else each for each in row.arguments)],
-            row.ends,
         )
         for name, row in ROWS.items()
-        if (environment == "usual" or row.ends) and (name != "doctor" or is_for_doctor)
+        if name != "doctor" or is_for_doctor
     }
     asked |= {
-        name: (f"kvstore.cli.{name.split()[0].removeprefix('kvstore-')}", name.split(), True)
+        name: (f"kvstore.cli.{name.split()[0].removeprefix('kvstore-')}", name.split())
         for name in SERVERS
     }
     late = [f"kvstore.cli.{name.replace('-', '_')}" for name in LATE]
