@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-import click
-
-from kvstore.cli import proxy_flags
-from kvstore.cli.options import Command, run
+from kvstore.cli.options import run
 from kvstore.cli.servers import serves
 from kvstore.config import ProxyConfig
 from kvstore.errors import StartupError
@@ -29,23 +26,11 @@ Requests from this host add and remove engines while the proxy runs:
 EXTRA = ("aiohttp", "cbor2", "multidict", "prometheus_client")
 
 
-class Proxy(Command):
-    """Also accepts the flags of other proxies."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, proxy_flags.translate_arguments(args))
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        super().format_options(ctx, formatter)
-        proxy_flags.format_flags(formatter)
-
-
 @serves(
     ProxyConfig,
     EXAMPLE,
     "Run a proxy for clients of OpenAI's API: prefillers compute prompts, decoders answer, and the "
     "store passes the KV cache between them.",
-    cls=Proxy,
 )
 def command(config: ProxyConfig, parent: ParentLink) -> int:
     del parent

@@ -25,9 +25,7 @@ Settings = MasterConfig | NodeConfig | ProxyConfig
 Kind = type[MasterConfig] | type[NodeConfig] | type[ProxyConfig]
 
 
-def serves(
-    kind: Kind, examples: str, text: str, *, cls: type[Command] = Command
-) -> Callable[[Callable[..., int]], click.Command]:
+def serves(kind: Kind, examples: str, text: str) -> Callable[[Callable[..., int]], click.Command]:
     """Decorate a function as a server's command with the help ``text``. It receives the settings,
     the link to a parent (``kvstore.runtime.child_process`` starts servers as children), and its own
     options."""
@@ -53,6 +51,6 @@ def serves(
         )
         made = config_options(kind)(parent_option(debug_option(version_option(command))))
         epilog = f"{examples}\n\n{SOURCES}"
-        return click.command(cls=cls, epilog=epilog, help=text)(made)
+        return click.command(cls=Command, epilog=epilog, help=text)(made)
 
     return wrap

@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 from markdown_it import MarkdownIt
 
-from kvstore.cli import as_mooncake, proxy_flags
+from kvstore.cli import as_mooncake
 from kvstore.config import ProxyConfig
 from kvstore.connectors.common import mooncake_config
 from kvstore.connectors.vllm.config import OF_VLLM, RENAMED
@@ -64,13 +64,6 @@ def test_the_options_of_vllms_own_connectors() -> None:
     told = table_of("num_workers")
     assert set(told) == {*OF_VLLM, *RENAMED}
     assert ignored_in(told) == set(OF_VLLM)
-
-
-def test_the_flags_of_other_proxies() -> None:
-    told = table_of("--prefiller-host")
-    flags = {flag for text, _ in proxy_flags.ROWS for flag in re.findall(r"--?[a-z-]+", text)}
-    assert set(told) == flags | {*proxy_flags.IGNORED, "--host", "--port"}
-    assert ignored_in(told) == set(proxy_flags.IGNORED)
 
 
 def test_the_flags_of_mooncake_master() -> None:
