@@ -2,8 +2,7 @@
 the tensor's bytes.
 
 ``get`` returns the same bytes as Mooncake's, and ``put_tensor_from`` can put a buffer filled by
-``get_tensor_into``. ``*_with_tp`` store the slices of a tensor as separate objects;
-``*_with_parallelism`` take complete tensors, and reject parts.
+``get_tensor_into``. ``*_with_tp`` store the slices of a tensor as separate objects.
 
 Only the calls that make a tensor import torch, because most engines use none of them.
 """
@@ -39,8 +38,7 @@ _DTYPES: Final = (
 
 _ELEMENT: Final = {
     "keys": "key", "base_keys": "key", "tensors_list": "tensor", "buffer_ptrs": "buffer_ptr",
-    "sizes": "size", "parallelisms": "parallelism", "writer_partitions": "writer_partition",
-    "targets": "target",
+    "sizes": "size",
 }  # fmt: skip
 """The name of the parameter for one element, by name of the parameter for the list."""
 
@@ -260,93 +258,6 @@ class TensorMethods:
     put_tensor_with_tp_from = _of_one(batch_put_tensor_with_tp_from)
     get_tensor_with_tp = _of_one(batch_get_tensor_with_tp)
     get_tensor_with_tp_into = _of_one(batch_get_tensor_with_tp_into)
-
-    # --- with parallelism: complete tensors only; for parts, puts are INVALID_PARAMS and gets None
-
-    def batch_put_tensor_with_parallelism(
-        self,
-        keys: Sequence[str],
-        tensors_list: Sequence[Any],
-        parallelisms: Any = None,
-        config: Configured = None,
-        writer_partitions: Any = None,
-    ) -> list[int]:
-        if _in_parts(parallelisms, writer_partitions):
-            return [Code.INVALID_PARAMS] * len(keys)
-        return self.batch_put_tensor(keys, tensors_list, config)
-
-    def batch_put_tensor_with_parallelism_from(
-        self,
-        keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
-        parallelisms: Any = None,
-        config: Configured = None,
-        writer_partitions: Any = None,
-    ) -> list[int]:
-        if _in_parts(parallelisms, writer_partitions):
-            return [Code.INVALID_PARAMS] * len(keys)
-        return self._objects.put(keys, self._registered_ranges(buffer_ptrs, sizes), config)
-
-    def batch_upsert_tensor_with_parallelism(
-        self,
-        keys: Sequence[str],
-        tensors_list: Sequence[Any],
-        parallelisms: Any = None,
-        config: Configured = None,
-        writer_partitions: Any = None,
-    ) -> list[int]:
-        if _in_parts(parallelisms, writer_partitions):
-            return [Code.INVALID_PARAMS] * len(keys)
-        return self.batch_upsert_tensor(keys, tensors_list, config)
-
-    def batch_upsert_tensor_with_parallelism_from(
-        self,
-        keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
-        parallelisms: Any = None,
-        config: Configured = None,
-        writer_partitions: Any = None,
-    ) -> list[int]:
-        if _in_parts(parallelisms, writer_partitions):
-            return [Code.INVALID_PARAMS] * len(keys)
-        return self._objects.put(
-            keys, self._registered_ranges(buffer_ptrs, sizes), config, overwrite=True
-        )
-
-    def batch_get_tensor_with_parallelism(
-        self, keys: Sequence[str], targets: Any = None
-    ) -> list[Any]:
-        return [None] * len(keys) if _in_parts(targets) else self.batch_get_tensor(keys)
-
-    def batch_get_tensor_with_parallelism_into(
-        self,
-        keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
-        targets: Any = None,
-    ) -> list[Any]:
-        if _in_parts(targets):
-            return [None] * len(keys)
-        return self.batch_get_tensor_into(keys, buffer_ptrs, sizes)
-
-    put_tensor_with_parallelism = _of_one(batch_put_tensor_with_parallelism)
-    put_tensor_with_parallelism_from = _of_one(batch_put_tensor_with_parallelism_from)
-    upsert_tensor_with_parallelism = _of_one(batch_upsert_tensor_with_parallelism)
-    upsert_tensor_with_parallelism_from = _of_one(batch_upsert_tensor_with_parallelism_from)
-    get_tensor_with_parallelism = _of_one(batch_get_tensor_with_parallelism)
-    get_tensor_with_parallelism_into = _of_one(batch_get_tensor_with_parallelism_into)
-
-
-def _in_parts(*given: Any) -> bool:
-    """Return whether an argument, or an element of a list, describes a part of a tensor."""
-    return any(
-        any(part is not None for part in each)
-        if isinstance(each, list | tuple)
-        else each is not None
-        for each in given
-    )
 
 
 def _is_tensor(value: object) -> bool:

@@ -449,41 +449,6 @@ def test_slices_of_tensors(place: Place) -> None:
     assert torch.equal(into, tensor[2:])
 
 
-def test_tensors_without_parallelism(place: Place) -> None:
-    torch = pytest.importorskip("torch")
-    store, start, tensor = place.store, place.start, torch.arange(6).reshape(2, 3)
-    assert store.put_tensor_with_parallelism("t", tensor) == 0
-    assert store.batch_put_tensor_with_parallelism(["u", "v"], [tensor, tensor + 1]) == [0, 0]
-    assert torch.equal(store.get_tensor("t"), tensor)
-    assert torch.equal(store.get_tensor_with_parallelism("v"), tensor + 1)
-    assert store.get_tensor_with_parallelism("missing") is None
-    size = store.get_size("t")
-    assert torch.equal(store.get_tensor_with_parallelism_into("t", start, size), tensor)
-    assert store.put_tensor_with_parallelism_from("w", start, size) == 0
-    assert store.upsert_tensor_with_parallelism("t", tensor + 2) == 0
-    assert store.batch_upsert_tensor_with_parallelism(["u"], [tensor + 3]) == [0]
-    assert store.upsert_tensor_with_parallelism_from("v", start, size) == 0
-    assert store.batch_upsert_tensor_with_parallelism_from(["x"], [start], [size]) == [0]
-    expected = [tensor + 2, tensor + 3, tensor, tensor, tensor]
-    read = store.batch_get_tensor_with_parallelism(["t", "u", "v", "w", "x"])
-    assert all(map(torch.equal, read, expected))
-
-
-def test_a_part_of_a_tensor_is_not_taken_for_the_whole(ours: Place) -> None:
-    torch = pytest.importorskip("torch")
-    store, start, tensor, part = ours.store, ours.start, torch.arange(6).reshape(2, 3), object()
-    assert store.put_tensor("t", tensor) == 0
-    assert store.put_tensor_with_parallelism("u", tensor, part) == INVALID
-    assert store.put_tensor_with_parallelism("u", tensor, writer_partition=part) == INVALID
-    assert store.upsert_tensor_with_parallelism("t", tensor + 1, part) == INVALID
-    assert store.batch_put_tensor_with_parallelism_from(["u"], [start], [352], [part]) == [INVALID]
-    assert store.upsert_tensor_with_parallelism_from("t", start, 352, part) == INVALID
-    assert store.get_tensor_with_parallelism("t", part) is None
-    assert store.get_tensor_with_parallelism_into("t", start, 4096, part) is None
-    assert [store.is_exist(key) for key in ("t", "u")] == [1, 0]
-    assert torch.equal(store.get_tensor("t"), tensor)
-
-
 def test_removing(place: Place) -> None:
     store = place.store
     assert store.put_batch(["m1", "m2", "n1", "o"], [b"1"] * 4) == 0
