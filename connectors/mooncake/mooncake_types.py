@@ -109,13 +109,6 @@ class ExistOptions:
 
 
 @dataclass(frozen=True)
-class RangesSnapshot:
-    """The objects that ``prepare_get_into_ranges_snapshot`` found and leased."""
-
-    names: frozenset[bytes]
-
-
-@dataclass(frozen=True)
 class BufferDescriptor:
     size: int
     transport_endpoint: str

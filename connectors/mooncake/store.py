@@ -32,7 +32,6 @@ from kvstore.connectors.mooncake.mooncake_types import (
     ExistOptions,
     MemoryDescriptor,
     MooncakeHostMemAllocator,
-    RangesSnapshot,
     ReplicaDescriptor,
     ReplicaStatus,
     ReplicateConfig,
@@ -374,35 +373,7 @@ class MooncakeDistributedStore(TensorMethods):
         """Read ranges of several objects into several buffers. Return per buffer, key and range the
         bytes read, or a code: INVALID_PARAMS if lists differ in length, or if ranges of two keys
         overlap in the buffer."""
-        lists = (all_keys, all_dst_offsets, all_src_offsets, all_sizes)
-        return self._read_ranges(None, buffer_ptrs, lists)
-
-    def prepare_get_into_ranges_snapshot(self, keys: Sequence[str]) -> RangesSnapshot:
-        """Lease the objects of these keys, and cache their locations, so that reading ranges of
-        them needs no call to the master."""
-        sizes = self._objects.lookup(keys)
-        found = [] if isinstance(sizes, Code) else zip(names_of(keys), sizes, strict=True)
-        return RangesSnapshot(frozenset(name for name, size in found if size is not None))
-
-    def get_into_ranges_from_snapshot(
-        self,
-        snapshot: RangesSnapshot,
-        buffer_ptrs: Sequence[int],
-        all_keys: Sequence[Sequence[str]],
-        all_dst_offsets: Sequence[Sequence[Sequence[int]]],
-        all_src_offsets: Sequence[Sequence[Sequence[int]]],
-        all_sizes: Sequence[Sequence[Sequence[int]]],
-    ) -> list[list[list[int]]]:
-        """As ``get_into_ranges``; OBJECT_NOT_FOUND for keys that are not in the snapshot."""
-        lists = (all_keys, all_dst_offsets, all_src_offsets, all_sizes)
-        return self._read_ranges(snapshot, buffer_ptrs, lists)
-
-    def _read_ranges(
-        self,
-        snapshot: RangesSnapshot | None,
-        buffer_ptrs: Sequence[int],
-        lists: Sequence[Sequence[Any]],
-    ) -> list[list[list[int]]]:
+        lists: Sequence[Sequence[Any]] = (all_keys, all_dst_offsets, all_src_offsets, all_sizes)
         results = []
         for index, start in enumerate(buffer_ptrs):
             of_buffer = [row[index] if index < len(row) else [] for row in lists]
@@ -411,7 +382,7 @@ class MooncakeDistributedStore(TensorMethods):
             )
             runs: Any = zip(of_buffer[1], of_buffer[3], strict=False)
             if is_even and (len(of_buffer[0]) < 2 or not any_overlap(runs)):
-                results.append([self._ranges_of(snapshot, start, *row) for row in zip(*of_buffer)])
+                results.append([self._ranges_of(start, *row) for row in zip(*of_buffer)])
             else:
                 refused = max(1, len(of_buffer[0]))
                 results.append([[Code.INVALID_PARAMS] for _ in range(refused)])
@@ -419,7 +390,6 @@ class MooncakeDistributedStore(TensorMethods):
 
     def _ranges_of(
         self,
-        snapshot: RangesSnapshot | None,
         start: int,
         key: str,
         targets: Sequence[int],
@@ -428,8 +398,6 @@ class MooncakeDistributedStore(TensorMethods):
     ) -> list[int]:
         if not _have_equal_lengths([targets, offsets, sizes]):
             return [Code.INVALID_PARAMS] * max(1, len(targets))
-        if snapshot is not None and name_of(key) not in snapshot.names:
-            return [Code.OBJECT_NOT_FOUND] * len(targets)
         pointers = [start + target for target in targets]
         return self._objects.get_ranges(key, pointers, sizes, offsets)
 

@@ -714,21 +714,6 @@ def test_wrong_candidates_are_refused(ours: Place) -> None:
     assert store.probe_key("a") == -1
 
 
-def test_ranges_of_a_snapshot(ours: Place) -> None:
-    store, start = ours.store, ours.start
-    assert store.put_from("r", start, 1000) == 0
-    assert store.put_from("late", start, 10) == 0
-    snapshot = store.prepare_get_into_ranges_snapshot(["r", "missing"])
-    into, keys = [start + MIB], [["r", "missing", "late"]]
-    to, of, sizes = [[[0, 50], [90], [95]]], [[[10, 20], [0], [0]]], [[[5, 20], [5], [5]]]
-    read = store.get_into_ranges_from_snapshot(snapshot, into, keys, to, of, sizes)
-    assert read == [[[5, 20], [MISS], [MISS]]]
-    assert ours.bytes_at(MIB, 5) == ours.bytes_at(10, 5)
-    assert ours.bytes_at(MIB + 50, 20) == ours.bytes_at(20, 20)
-    uneven = store.get_into_ranges_from_snapshot(snapshot, into, [["r"]], [[[0]]], [[[]]], [[[5]]])
-    assert uneven == [[[INVALID]]]
-
-
 @pytest.mark.parametrize("how", ["argument", "dictionary", "variable"])
 def test_a_master_of_its_own(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store, other = MooncakeDistributedStore(), MooncakeDistributedStore()
