@@ -119,7 +119,11 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._fingerprints: dict[sglang_fingerprint.ServedWeights, str] = {}
         self._describing = threading.Lock()
         self._of_thread = threading.local()
-        self._figures = _BackendStats()
+        self._metrics: StorageMetrics | None = None
+        if storage_config.enable_storage_metrics:
+            from sglang.srt.observability.metrics_collector import StorageMetrics  # slow: exporters
+
+            self._metrics = StorageMetrics()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Register the pool of the full attention. The first rank announces the engine.
@@ -327,9 +331,10 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
                 so_far and read == size
                 for so_far, read, size in zip(there, found, sizes, strict=True)
             ]
-        if self._config.enable_storage_metrics:
+        if (metrics := self._metrics) is not None:
             moved = sum(_size(page) for page, is_there in zip(buffers, there) if is_there)
-            self._figures.add("prefetch", sum(there), moved, time.monotonic() - start)
+            metrics.prefetch_pgs.append(sum(there))
+            metrics.prefetch_bandwidth.append(_gib_per_s(moved, start))
         return there
 
     def batch_set_v1(
@@ -423,14 +428,18 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             for page, outcome in enumerate(outcomes):
                 there[page] &= outcome in _THERE
                 written[page] |= outcome is PutOutcome.STORED
-        if self._config.enable_storage_metrics and any(written):
+        if (metrics := self._metrics) is not None and any(written):
             moved = sum(map(_size, values)) * sum(written) // len(keys)
-            self._figures.add("backup", sum(written), moved, time.monotonic() - start)
+            metrics.backup_pgs.append(sum(written))
+            metrics.backup_bandwidth.append(_gib_per_s(moved, start))
         return there
 
-    def get_stats(self) -> StorageMetrics:
-        """Return pages and GiB/s since the last call; empty without ``--enable-metrics``."""
-        return self._figures.taken()
+    def get_stats(self) -> StorageMetrics | None:
+        """Return pages and GiB/s since the last call; None without ``--enable-metrics``."""
+        taken = self._metrics
+        if taken is not None:
+            self._metrics = type(taken)()
+        return taken
 
     def clear(self) -> None:
         """Remove this rank's pages of this model from the store, for all engines. SGLang's
@@ -507,30 +516,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return miss
 
 
-class _BackendStats:
-    """Collects the numbers of ``get_stats``. Threads: any."""
-
-    def __init__(self) -> None:
-        self._changing = threading.Lock()
-        self._metrics = _new_metrics()
-
-    def add(self, what: str, pages: int, size: int, seconds: float) -> None:
-        """``what``: prefetch or backup."""
-        with self._changing:
-            getattr(self._metrics, f"{what}_pgs").append(pages)
-            speed = size / (1 << 30) / max(seconds, 1e-9)
-            getattr(self._metrics, f"{what}_bandwidth").append(speed)
-
-    def taken(self) -> StorageMetrics:
-        with self._changing:
-            taken, self._metrics = self._metrics, _new_metrics()
-        return taken
-
-
-def _new_metrics() -> StorageMetrics:
-    from sglang.srt.observability.metrics_collector import StorageMetrics  # slow: imports exporters
-
-    return StorageMetrics()
+def _gib_per_s(size: int, start: float) -> float:
+    """Return the speed of a transfer that began at ``start``."""
+    return size / (1 << 30) / max(time.monotonic() - start, 1e-9)
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
