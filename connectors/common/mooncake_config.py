@@ -1,15 +1,15 @@
 """Translates Mooncake's configuration: the keys of a ``mooncake.json``, and of the dictionaries
 that engines and ``setup`` take instead.
 
-Other programs read them too, so a key without an effect here is ignored with a log line that gives
-the reason, and an unknown key is ignored.
+Other programs read them too, so a key without an effect here is ignored with a log line, and an
+unknown key is ignored.
 """
 
 from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from kvstore.config import P2P
@@ -29,50 +29,21 @@ MEANT: Final = {
 
 MASTER_KEYS: Final = tuple(key for key, setting in MEANT.items() if setting == "master")
 
-_IN_MEMORY: Final = "all objects are in memory"
-_PLACED: Final = "the master places an object, on the writer's host first"
-_NODE: Final = "kvstore-node holds memory outside of engines"
-_METRICS: Final = "the master's HTTP port has the metrics of all"
-_ASCEND: Final = "transfers are those of kvstore"
+IGNORED: Final = frozenset((
+    "prefill_url", "decode_url", "local_hostname", "mode", "tenant_id", "local_buffer_size",
+    "transfer_timeout", "enable_offload", "enable_ssd_offload", "enable_ssd_prefetch",
+    "ssd_get_wait_ms", "ssd_offload_path", "ssd_prefetch_cooldown_sec",
+    "ssd_prefetch_dedup_ttl_sec", "storage_root_dir", "prefer_alloc_in_same_node",
+    "prefer_local_alloc", "preferred_segment", "client_server_address", "standalone_storage",
+    "client_http_port", "enable_client_http_server", "master_metrics_port", "check_server",
+    "device_name_per_gpu", "memory_fabric", "staging_buffer_size", "use_ascend_direct",
+))  # fmt: skip
+"""Keys without effect; ``docs/from-mooncake.md`` has the reasons."""
 
-IGNORED: Final = {
-    "prefill_url": "engines meet in the store; kvstore-proxy names prefillers",
-    "decode_url": "engines meet in the store; kvstore-proxy names decoders",
-    "local_hostname": "nodes report their own addresses",
-    "mode": "a worker contributes memory when global_segment_size says so",
-    "tenant_id": "blocks are apart by model and weights; the setting tenant (KVSTORE_TENANT) keeps "
-    "teams apart",
-    "local_buffer_size": "a transfer engine's buffer has 64 MiB",
-    "transfer_timeout": "5 s (vLLM) or timeout_ms bounds a transfer",
-    "enable_offload": _IN_MEMORY,
-    "enable_ssd_offload": _IN_MEMORY,
-    "enable_ssd_prefetch": _IN_MEMORY,
-    "ssd_get_wait_ms": _IN_MEMORY,
-    "ssd_offload_path": _IN_MEMORY,
-    "ssd_prefetch_cooldown_sec": _IN_MEMORY,
-    "ssd_prefetch_dedup_ttl_sec": _IN_MEMORY,
-    "storage_root_dir": _IN_MEMORY,
-    "prefer_alloc_in_same_node": _PLACED,
-    "prefer_local_alloc": _PLACED,
-    "preferred_segment": _PLACED,
-    "client_server_address": _NODE,
-    "standalone_storage": _NODE,
-    "client_http_port": _METRICS,
-    "enable_client_http_server": _METRICS,
-    "master_metrics_port": _METRICS,
-    "check_server": "kvstore doctor checks the master",
-    "device_name_per_gpu": "device_name has the cards of all GPUs",
-    "memory_fabric": _ASCEND,
-    "staging_buffer_size": _ASCEND,
-    "use_ascend_direct": _ASCEND,
-}
-"""The reason why a key has no effect."""
-
-_OF_THE_ENGINE: Final[dict[str, str]] = dict.fromkeys(
-    ("metadata_server", "metadata_backend", "device_name", "rdma_devices"),
-    "tcp needs no transfer engine",
+_OF_THE_ENGINE: Final = frozenset(
+    ("metadata_server", "metadata_backend", "device_name", "rdma_devices")
 )
-"""The reason why a key has no effect without a transfer engine."""
+"""Keys without effect if there is no transfer engine."""
 
 _DISCOVERED: Final = "auto-discovery"
 """A ``device_name`` that means all RDMA devices, as the empty one does."""
@@ -111,10 +82,10 @@ def translate_config(given: Mapping[str, Any], log: logging.Logger) -> dict[str,
     return settings_of(theirs, log) | own
 
 
-def tell_ignored(given: Mapping[str, Any], reasons: Mapping[str, str], log: logging.Logger) -> None:
+def tell_ignored(given: Mapping[str, Any], ignored: Collection[str], log: logging.Logger) -> None:
     for key in given:
-        if key in reasons and given[key]:
-            log.info("key_ignored key=%s reason=%s", key, reasons[key])
+        if key in ignored and given[key]:
+            log.info("key_ignored key=%s see=docs/from-mooncake.md", key)
 
 
 def tell_unknown(keys: Iterable[str], known: Iterable[str], log: logging.Logger) -> None:

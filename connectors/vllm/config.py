@@ -28,27 +28,14 @@ ABORT_VARIABLE: Final = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
 RENAMED: Final = {"save_decode_cache": "save_decode", "store_tp_size": "tp_shards"}
 """Options of vLLM's own Mooncake connectors that have another name here."""
 
-_P2P: Final = "no engine connects to another one"
-_SHARDS: Final = "tp_shards names the number of shards"
-
-OF_VLLM: Final = {
-    "load_async": "blocks are always loaded while others are computed",
-    "lookup_async": "lookups never block the scheduler",
-    "enable_lookup": "kv_role kv_producer is for an engine that does not look up",
-    "lookup_rpc_port": "lookups need no port",
-    "cache_prefix": "blocks are apart by model and weights",
-    "preferred_segment": "the master places a block, on the writer's host first",
-    "enable_group_semantics": "a block is evicted after those that continue it",
-    "custom_mem_pool": "the engine's own memory is used",
-    "enable_cross_layers_blocks": "VLLM_KV_CACHE_LAYOUT chooses the layout",
-    "enable_store_tp_lcm": _SHARDS,
-    "prefill_tp_sizes": _SHARDS,
-    "num_workers": _P2P,
-    "mooncake_protocol": "the option protocol names that of a transfer engine",
-    "bootstrap_server_address": _P2P,
-    "prefill_side_swa_replay": _P2P,
-}
-"""Other options of vLLM's own Mooncake connectors, with the reason for their lack of effect."""
+OF_VLLM: Final = frozenset((
+    "load_async", "lookup_async", "enable_lookup", "lookup_rpc_port", "cache_prefix",
+    "preferred_segment", "enable_group_semantics", "custom_mem_pool",
+    "enable_cross_layers_blocks", "enable_store_tp_lcm", "prefill_tp_sizes", "num_workers",
+    "mooncake_protocol", "bootstrap_server_address", "prefill_side_swa_replay",
+))  # fmt: skip
+"""Other options of vLLM's own Mooncake connectors, without effect; ``docs/from-mooncake.md`` has
+the reasons."""
 
 
 def read_config(
@@ -91,7 +78,7 @@ def _from_mooncake(path: Path, given: Collection[str]) -> dict[str, Any]:
         ) from error
     if not isinstance(read, dict):
         raise ConfigError(f"{path} is not a JSON object", advice=f"Check {MOONCAKE_VARIABLE}.")
-    known = mooncake_config.MEANT | mooncake_config.IGNORED
+    known = {*mooncake_config.MEANT, *mooncake_config.IGNORED}
     mooncake_config.tell_unknown((key for key in read if key not in known), known, log)
     if "memory" not in given:
         mooncake_config.warn_if_no_memory(read, log)

@@ -70,7 +70,7 @@ def test_the_file_and_the_options_of_a_guide(
     assert cached(again) == [WHOLE]
     assert tokens(again) == tokens(first)
     for key in ("prefill_url", "num_workers"):
-        assert any(f"key_ignored key={key} reason=" in line for line in one.log)
+        assert any(f"key_ignored key={key} see=" in line for line in one.log)
     assert any("key_missing key=global_segment_size" in line for line in one.log)
 
 
