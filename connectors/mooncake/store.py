@@ -24,7 +24,7 @@ from kvstore.client.values import Buffer, Storable
 from kvstore.config import parse_size
 from kvstore.config.base import MASTER_VARIABLE
 from kvstore.connectors.common import mooncake_config
-from kvstore.connectors.common.guarded_client import DEADLINE_MS, GuardedClient, client_of_an_engine
+from kvstore.connectors.common.guarded_client import GuardedClient, client_of_an_engine
 from kvstore.connectors.mooncake.mooncake_types import (
     BufferDescriptor,
     BufferHandle,
@@ -44,7 +44,6 @@ from kvstore.errors import ClosedError, KVStoreError
 
 _DEFAULT_TENANT: Final = "default"
 _SEGMENT_BYTES_MIN: Final = 1 << 20
-_EMBEDDED_VARIABLE: Final = "MOONCAKE_ENABLE_EMBEDDED_MASTER"
 
 
 class MooncakeDistributedStore(TensorMethods):
@@ -76,7 +75,6 @@ class MooncakeDistributedStore(TensorMethods):
         enable_client_http_server: bool = False,
         client_http_port: int = 9300,
         *,
-        enable_embedded_master: bool | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> int:
         """Connect to a master. The first argument may be a dictionary of the others.
@@ -88,9 +86,6 @@ class MooncakeDistributedStore(TensorMethods):
             master_server_addr: the kvstore master (``host:port``, or ``etcd://...``); empty: that
                 of the variable ``KVSTORE_MASTER`` or of a file, as for ``Client``.
             tenant_id: the namespace; ``"default"``: the configured one.
-            enable_embedded_master: if no master is named, runs a store of ``global_segment_size``
-                in child processes, which end with ``close``; None: according to the variable
-                ``MOONCAKE_ENABLE_EMBEDDED_MASTER``.
             metadata_server, local_buffer_size, protocol, rdma_devices, engine, and those of the SSD
                 tier and the HTTP server: without effect. ``KVSTORE_CLIENT_PROTOCOL`` and
                 ``KVSTORE_CLIENT_DEVICE_NAME`` select a transfer engine.
@@ -102,9 +97,8 @@ class MooncakeDistributedStore(TensorMethods):
         del metadata_server, local_buffer_size, engine, ssd_offload_path, client_http_port
         given = local_hostname if isinstance(local_hostname, Mapping) else config
         if given is not None:
-            known = {*mooncake_config.MEANT, *mooncake_config.IGNORED, "enable_embedded_master"}
+            known = {*mooncake_config.MEANT, *mooncake_config.IGNORED}
             mooncake_config.tell_unknown((key for key in given if key not in known), known, log)
-            enable_embedded_master = given.get("enable_embedded_master", enable_embedded_master)
             master_server_addr = given.get("master_server_addr") or given.get(
                 "master_server_address", master_server_addr
             )
@@ -121,12 +115,7 @@ class MooncakeDistributedStore(TensorMethods):
             log.error("setup failed: it is set up already, call close() first")
             return Code.INVALID_PARAMS
         try:
-            is_embedded = not master_server_addr and _embedded_master_requested(
-                enable_embedded_master
-            )
-            client = _connected(
-                master_server_addr, _size(global_segment_size), tenant_id, is_embedded=is_embedded
-            )
+            client = _connected(master_server_addr, _size(global_segment_size), tenant_id)
         except KVStoreError as error:
             log.error("setup failed: %s", error)
             return code_of(error)
@@ -567,19 +556,11 @@ def _size(given: int | str) -> int:
     return parse_size(mooncake_config.size_of(given))
 
 
-def _embedded_master_requested(given: object) -> bool:
-    """Parse the switch of ``setup``, which may be a text in a dictionary."""
-    switch = os.environ.get(_EMBEDDED_VARIABLE, "") if given is None else given
-    return str(switch).strip().lower() in ("1", "true", "yes", "on")
-
-
-def _connected(master: str, memory: int, tenant: str, *, is_embedded: bool) -> Client:
+def _connected(master: str, memory: int, tenant: str) -> Client:
     """Return a client whose master answers. Raises KVStoreError, and then leaves no client open."""
     given: dict[str, Any] = {}
     if tenant != _DEFAULT_TENANT:
         given["namespace"] = tenant
-    if is_embedded:
-        return Client.embedded(max(memory, _SEGMENT_BYTES_MIN), timeout_ms=DEADLINE_MS, **given)
     if memory > 0:
         given["memory"] = max(memory, _SEGMENT_BYTES_MIN)
     if master:

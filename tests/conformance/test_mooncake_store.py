@@ -714,26 +714,6 @@ def test_wrong_candidates_are_refused(ours: Place) -> None:
     assert store.probe_key("a") == -1
 
 
-@pytest.mark.parametrize("how", ["argument", "dictionary", "variable"])
-def test_a_master_of_its_own(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, other = MooncakeDistributedStore(), MooncakeDistributedStore()
-    settings = ("here", "P2PHANDSHAKE", 16 * MIB, 16 * MIB, "tcp", "", "")
-    if how == "argument":
-        assert store.setup(*settings, enable_embedded_master=True) == 0
-    elif how == "dictionary":
-        given = {"global_segment_size": "16MB", "enable_embedded_master": "true"}
-        assert store.setup(given) == 0
-    else:
-        monkeypatch.setenv("MOONCAKE_ENABLE_EMBEDDED_MASTER", "true")
-        assert store.setup(*settings) == 0
-    assert store.put("a", b"1") == 0
-    assert store.get("a") == b"1"
-    address = store._objects.client().config.master
-    assert store.setup(*settings, enable_embedded_master=True) == INVALID
-    assert store.close() == 0
-    assert other.setup(*settings[:6], address, enable_embedded_master=True) == DOWN
-
-
 def test_setup_takes_a_dictionary_of_strings(ours: Place) -> None:
     settings = {"local_hostname": "here", "master_server_address": ours.address, "device_name": ""}
     store = MooncakeDistributedStore()
