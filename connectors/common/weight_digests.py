@@ -19,7 +19,6 @@ import logging
 import os
 import random
 import re
-import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,16 +28,12 @@ from typing import Any, Final, NamedTuple
 
 from xxhash import xxh3_128
 
-from kvstore.memory.shm_entries import open_entry
-from kvstore.runtime.clock import uptime
 from kvstore.runtime.watched_files import write_file
 
 log = logging.getLogger("kvstore.weights")
 
 PIECE_BYTES: Final = 1 << 20
 """Bytes per read. The buffer stays in the processor's cache: 16 MiB are a fifth slower."""
-
-LOGGED_EVERY_S: Final = 5.0
 
 QUIESCED_NS: Final = 3_000_000_000
 """A younger file may change again without a change of its times, which have a resolution of two
@@ -67,8 +62,7 @@ class FileDigest(NamedTuple):
 class DigestCache:
     """The file with the digests of this user, shared by any number of processes.
 
-    It is not used if it, or its folder, belongs to another user or can be written by one. If it is
-    missing or damaged, weight files are read again. Threads: any.
+    If it is missing or damaged, weight files are read again. Threads: any.
     """
 
     def __init__(self, folder: Path | None, *, now_ns: Callable[[], int] = time.time_ns) -> None:
@@ -100,11 +94,8 @@ class DigestCache:
         if self._file is None:
             return {}
         try:
-            if not _is_owned_by_user(self._file.parent.stat()):
-                return {}
-            with open(open_entry(self._file, os.O_RDONLY, _is_owned_by_user), "rb") as file:
-                # A truncated file is not valid JSON.
-                entries = json.loads(file.read(FILE_BYTES_MAX))
+            with self._file.open("rb") as file:
+                entries = json.loads(file.read(FILE_BYTES_MAX))  # a truncated one is not JSON
         except (OSError, ValueError, RecursionError):
             return {}
         if not isinstance(entries, dict):
@@ -119,10 +110,7 @@ class DigestCache:
         """Raises OSError."""
         if self._file is None:
             return
-        folder = self._file.parent
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_owned_by_user(folder.stat()):
-            return
+        self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_file(self._file, json.dumps(entries).encode())
 
 
@@ -135,31 +123,27 @@ def cache_folder(environ: Mapping[str, str]) -> Path | None:
     return None
 
 
-def digest_files(
-    files: Sequence[Path], remembered: DigestCache, *, now_s: Callable[[], float] = uptime
-) -> list[FileDigest]:
-    """Return size and digest of each file. Logs the progress every ``LOGGED_EVERY_S``.
+def digest_files(files: Sequence[Path], remembered: DigestCache) -> list[FileDigest]:
+    """Return size and digest of each file.
 
     Raises:
         OSError: a file cannot be read.
     """
     found: dict[int, FileDigest] = {}
-    progress = _Progress(sum(file.stat().st_size for file in files), now_s)
     order = list(range(len(files)))
     random.shuffle(order)
     for at in order:
-        found[at] = _content(files[at], remembered, progress)
+        found[at] = _content(files[at], remembered)
     return [found[at] for at in range(len(files))]
 
 
-def _content(path: Path, remembered: DigestCache, progress: _Progress) -> FileDigest:
+def _content(path: Path, remembered: DigestCache) -> FileDigest:
     with path.open("rb", buffering=0) as file:
         before = os.fstat(file.fileno())
         tensors = _tensors(file, before.st_size)
         names = tuple(description[0] for description, _ in tensors)
         digest = remembered.get(_state(before))
         if digest is not None:
-            progress.advance(before.st_size)
             return FileDigest(before.st_size, digest, names)
         can_tell = remembered.is_change_detectable(before) and not _is_image(file.fileno(), before)
         total, buffer = 0, memoryview(bytearray(PIECE_BYTES))
@@ -167,7 +151,6 @@ def _content(path: Path, remembered: DigestCache, progress: _Progress) -> FileDi
             hasher = xxh3_128(json.dumps(description).encode() if description else b"")
             while count := file.readinto(buffer[:left]):
                 hasher.update(buffer[:count])
-                progress.advance(count)
                 left -= count
             total += hasher.intdigest()
         digest = f"{total % (1 << 128):032x}"
@@ -218,27 +201,3 @@ def _is_image(descriptor: int, file: os.stat_result) -> bool:
     different bytes and the same state, because their creator chooses all times and inodes."""
     read_only = os.fstatvfs(descriptor).f_flag & os.ST_RDONLY
     return bool(read_only) and file.st_mtime_ns == file.st_ctime_ns
-
-
-def _is_owned_by_user(file: os.stat_result) -> bool:
-    """Return whether a regular file or a directory is this user's, and no other user can write
-    it."""
-    is_plain = stat.S_ISREG(file.st_mode) or stat.S_ISDIR(file.st_mode)
-    others_write = file.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return is_plain and file.st_uid == os.geteuid() and not others_write
-
-
-class _Progress:
-    """Logs the progress in bytes."""
-
-    def __init__(self, size: int, now_s: Callable[[], float]) -> None:
-        self._size = size
-        self._done = 0
-        self._now_s = now_s
-        self._logged_s = now_s()
-
-    def advance(self, count: int) -> None:
-        self._done += count
-        if self._now_s() - self._logged_s >= LOGGED_EVERY_S:
-            self._logged_s = self._now_s()
-            log.info("weights_being_read bytes=%d of=%d", self._done, self._size)

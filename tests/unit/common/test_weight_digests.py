@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import stat
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +26,7 @@ from kvstore.connectors.common.weight_digests import (
 )
 from tests.support.processes import run_python
 
-ANOTHER_USER = 65_534
 AN_HOUR_NS = 3_600_000_000_000
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away")
 
 
 def later() -> int:
@@ -226,77 +222,6 @@ def test_only_its_user_reads_what_is_remembered(kept: Path) -> None:
     assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
 
 
-def forged(kept: Path) -> None:
-    """Writes a digest into ``kept`` that its file does not have."""
-    [state] = json.loads(kept.read_bytes())
-    kept.write_text(json.dumps({state: "0" * 32}))
-
-
-def writable_by_others(kept: Path) -> None:
-    kept.chmod(0o602)
-
-
-def writable_by_its_group(kept: Path) -> None:
-    kept.chmod(0o620)
-
-
-def in_a_folder_of_all(kept: Path) -> None:
-    kept.parent.chmod(0o777)
-
-
-def a_link(kept: Path) -> None:
-    kept.rename(kept.parents[2] / "theirs")
-    kept.symlink_to(kept.parents[2] / "theirs")
-
-
-def of_another_user(kept: Path) -> None:
-    os.chown(kept, ANOTHER_USER, -1)
-
-
-def in_a_folder_of_another_user(kept: Path) -> None:
-    os.chown(kept.parent, ANOTHER_USER, -1)
-
-
-STRANGE = [
-    writable_by_others,
-    writable_by_its_group,
-    in_a_folder_of_all,
-    a_link,
-    pytest.param(of_another_user, marks=as_root),
-    pytest.param(in_a_folder_of_another_user, marks=as_root),
-]
-
-
-def test_a_digest_of_this_user_is_believed(
-    file: Path, kept: Path, remembered: DigestCache, hashing: Hashing
-) -> None:
-    """So the next test would see a forged one."""
-    forged(kept)
-    assert digest_files([file], remembered)[0].digest == "0" * 32
-    assert hashing.files == 0
-
-
-@pytest.mark.parametrize("strange", STRANGE)
-def test_what_others_may_have_written_is_not_believed(
-    file: Path, kept: Path, remembered: DigestCache, hashing: Hashing,
-    strange: Callable[[Path], None],
-) -> None:  # fmt: skip
-    forged(kept)
-    strange(kept)
-    digest_of(file, remembered)
-    assert hashing.files == 1
-
-
-def test_a_link_is_replaced_and_its_target_left_alone(
-    file: Path, kept: Path, remembered: DigestCache
-) -> None:
-    a_link(kept)
-    theirs = kept.resolve().read_bytes()
-    digest_of(file, remembered)
-    assert not kept.is_symlink()
-    assert (kept.parents[2] / "theirs").read_bytes() == theirs
-
-
 @pytest.mark.parametrize(
     "damaged",
     [
@@ -312,14 +237,6 @@ def test_a_damaged_file_is_begun_again(
         digest_of(file, remembered)
     assert hashing.files == 1
     assert len(json.loads(kept.read_bytes())) == 1
-
-
-def test_a_pipe_in_its_place_does_not_hold_the_engine(
-    file: Path, kept: Path, remembered: DigestCache
-) -> None:
-    kept.unlink()
-    os.mkfifo(kept)
-    digest_of(file, remembered)
 
 
 def test_without_a_folder_files_are_read_each_time(
@@ -402,25 +319,6 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
         assert list(pool.map(run, range(2))) == [right, right]
     [kept] = folder.iterdir()
     assert set(json.loads(kept.read_bytes()).values()) <= set(right)
-
-
-@pytest.mark.parametrize(
-    ("seconds_a_piece", "lines"),
-    [
-        (1, []),
-        (2, ["weights_being_read bytes=3145728 of=4194304"]),
-        (9, [f"weights_being_read bytes={at << 20} of=4194304" for at in range(1, 5)]),
-    ],
-)
-def test_how_far_it_is_is_told_every_five_seconds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds_a_piece: int, lines: list[str]
-) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(bytes(4 * PIECE_BYTES))
-    clock = count(0, seconds_a_piece)
-    with caplog.at_level(logging.INFO, "kvstore.weights"):
-        digest_files([file], DigestCache(None), now_s=lambda: float(next(clock)))
-    assert caplog.messages == lines
 
 
 @pytest.mark.parametrize(
