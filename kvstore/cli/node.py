@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import NoReturn
 
 import click
@@ -10,7 +9,6 @@ import click
 from kvstore.cli.options import run
 from kvstore.cli.servers import serves
 from kvstore.config import NodeConfig
-from kvstore.errors import ConfigError
 from kvstore.runtime.child_process import ParentLink
 
 EXAMPLE = """\b
@@ -34,24 +32,7 @@ def command(config: NodeConfig, parent: ParentLink, *, keep_orphaned: bool) -> i
     from kvstore.client.repair import Repairer
     from kvstore.node.main import run as serve
 
-    if config.archive:
-        _start_exports(config)
     return serve(config, parent, keep_orphaned=keep_orphaned, repairs=Repairer)
-
-
-def _start_exports(config: NodeConfig) -> None:
-    from kvstore.archive.rule import start_exports
-    from kvstore.cli.archive import export
-
-    arguments = shlex.split(config.archive)
-    try:
-        export.make_context("export", list(arguments))
-    except click.UsageError as error:
-        raise ConfigError(
-            f"archive = {config.archive!r}: {error.format_message().rstrip('.')}",
-            advice="Write arguments of kvstore archive export; --help lists them.", key="archive",
-        ) from None  # fmt: skip
-    start_exports(config, arguments)
 
 
 def main() -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -288,10 +287,6 @@ def _device(value: str) -> str:
     return value
 
 
-def _arguments(value: str) -> str:
-    return shlex.join(shlex.split(value))  # raises ValueError: a quotation has no end
-
-
 class NodeConfig(HttpConfig):
     """The settings of a ``kvstore-node``."""
 
@@ -353,16 +348,6 @@ class NodeConfig(HttpConfig):
         description="How often a day each file may be overwritten, on average after it has been "
         "filled once. If this is too little, objects that are over or were used least are not "
         "written. 0: no limit.",
-    )
-    archive: Annotated[str, CliType("ARGUMENTS"), AfterValidator(_arguments)] = Field(
-        default="",
-        description="Arguments of kvstore archive export, which this node runs at intervals, in "
-        "a process of its own: 's3://bucket/kv --namespace llama --pinned'. One node of a cluster "
-        "should have them. Empty: no exports.",
-    )
-    archive_interval_s: Annotated[Count, Field(ge=1)] = Field(
-        default=3_600,
-        description="Seconds from the start of the node, or the end of an export, to the next.",
     )
     huge_pages: HugePages = Field(
         default="auto",

@@ -8,7 +8,6 @@ import http.server
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,14 +15,13 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from kvstore import Client
-from kvstore.archive.bundles import INDEX, folder_of, parse_index
-from tests.support.certificates import Identities
+from kvstore.archive.bundles import INDEX, folder_of
 from tests.support.cluster import SHORT, Cluster
 from tests.support.processes import free_port, run_python
 from tests.support.wait import until
@@ -300,70 +298,10 @@ def test_a_pool_that_is_too_small_says_what_it_has(cluster: Cluster, files: Arch
     assert all(client.get(key) in (None, content(str(key), 500_000)) for key in keys[::20])
 
 
-@pytest.mark.slow
-def test_a_node_with_a_rule_exports_pinned_chains_by_its_own_identity(
-    tmp_path: Path, identities: Identities
-) -> None:
-    with Cluster(tmp_path, settings=SHORT, identities=identities) as cluster:
-        cluster.master()
-        rule = f"file://{tmp_path}/archive --namespace '{SPACE}' --pinned"
-        node = cluster.node(memory="256MiB", archive=rule, archive_interval_s=1)
-        client = cluster.client()
-        fill(client)
-        until(lambda: "archive_export_ended status=3" in node.errors)
-        client.pin([KEYS[3]], 60, namespace=SPACE)
-        index = tmp_path / "archive" / folder_of(SPACE) / INDEX
-        until(index.exists)
-        assert parse_index(index.read_bytes(), "").objects == 4
-        until(lambda: "exported 4 objects" in node.errors)
-        assert node.terminate() == 0
-
-
-@pytest.mark.slow
-def test_an_export_of_a_rule_ends_with_a_killed_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, Cluster(tmp_path) as cluster:
-        silent.settimeout(60)
-        for name, value in CREDENTIALS.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        cluster.master()
-        node = cluster.node(archive="s3://bucket --timeout 1h", archive_interval_s=1)
-        cluster.client().put("key", b"value")
-        connection, _ = silent.accept()
-        with connection:
-            connection.settimeout(20)
-            node.kill()
-            while connection.recv(1 << 16):
-                pass
-
-
-MISSING: Final = "sys.modules['obstore'] = None"
-
-
-@pytest.mark.parametrize(
-    ("before", "rule", "error"),
-    [
-        (MISSING, "file:///absent", "pip install 'obstore>=0.12'"),
-        ("", "file:///absent --pined", "No such option"),
-        ("", "file:///absent '", "archive = "),
-    ],
-)
-def test_a_node_names_what_is_wrong_with_its_rule(before: str, rule: str, error: str) -> None:
-    done = run_python(
-        "-c",
-        f"import sys; {before}\n"
-        f"sys.argv = ['kvstore-node', '--config', '', '--archive', {rule!r}]\n"
-        "from kvstore.cli.node import main; main()",
-    )
-    assert (done.returncode, error in done.stderr) == (2, True), done.stderr
-
-
 def test_a_missing_package_is_named() -> None:
     done = run_python(
         "-c",
-        f"import sys; {MISSING}\n"
+        "import sys; sys.modules['obstore'] = None\n"
         "sys.argv = ['kvstore', 'archive', 'import', 'file:///absent']\n"
         "from kvstore.cli.main import main; main()",
     )
