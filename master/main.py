@@ -504,8 +504,7 @@ class _MasterProcess:
 
 
 def _policies_of(config: MasterConfig) -> dict[str, str]:
-    """Return the paths of the policies of a what-if by name, the configured one first. Samples err
-    by several points with s3-fifo."""
+    """Return the paths of the policies of a what-if by name, the configured one first."""
     names = dict.fromkeys([config.eviction, "density", "lru"])
     return {name: EVICTION_POLICIES[name] for name in names}
 

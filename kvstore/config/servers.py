@@ -52,7 +52,6 @@ from kvstore.runtime.addresses import EtcdPlace, parse_etcd
 
 EVICTION_POLICIES: Final = {
     "lru": "kvstore.master.state.eviction:lru",
-    "s3-fifo": "kvstore.master.state.s3_fifo:s3_fifo",
     "density": "kvstore.master.state.density:density",
 }
 
@@ -172,11 +171,11 @@ class MasterConfig(HttpConfig):
         description="Fraction of the pool that the pins of one namespace may protect from "
         "eviction. 0: pins are refused.",
     )
-    eviction: Literal["density", "lru", "s3-fifo"] = Field(
+    eviction: Literal["density", "lru"] = Field(
         default="density",
         description="Which objects are evicted first: density, those that promise the fewest hits "
-        "per second of memory, as learned; lru, the least recently used; s3-fifo, new ones that "
-        "are not used twice soon. kvstore plan compares them on a trace of your requests.",
+        "per second of memory, as learned; lru, the least recently used. kvstore plan "
+        "compares them on a trace of your requests.",
     )
     record: File = Field(
         default="",

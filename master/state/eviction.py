@@ -152,12 +152,10 @@ class SortedRecordQueue:
         self._runs: list[list[ObjectRecord]] = []
         self._lasts: list[int] = []
         """Last position of each list."""
-        self._count = 0
 
     def add(self, record: ObjectRecord) -> None:
         """Adds a record. O(1) if its position is the last, else O(log n)."""
         position, runs, lasts = record.position, self._runs, self._lasts
-        self._count += 1
         if not lasts or position > lasts[-1]:
             if lasts and len(runs[-1]) < RUN_MAX:
                 runs[-1].append(record)
@@ -183,7 +181,6 @@ class SortedRecordQueue:
         index = _index(run, position)
         assert run[index] is record, "the record is not in this queue"
         del run[index]
-        self._count -= 1
         if not run:
             del runs[at]
             del lasts[at]
@@ -203,9 +200,6 @@ class SortedRecordQueue:
             run = self._runs[number]
             for index in range(_index(run, position + 1) if number == at else 0, len(run)):
                 yield run[index]
-
-    def __len__(self) -> int:
-        return self._count
 
 
 def _index(run: list[ObjectRecord], position: int) -> int:

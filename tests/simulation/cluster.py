@@ -22,7 +22,6 @@ from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repair_queue import RepairRules
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.state.s3_fifo import s3_fifo
 from kvstore.master.superseded_epochs import SupersededEpochs
 from tests.simulation import state_access
 from tests.simulation.candidate import Candidate
@@ -53,7 +52,7 @@ RULES = MasterRules(
 )
 """The defaults, a fifth of each."""
 
-POLICIES: tuple[Callable[[], NewPolicy], ...] = lru, s3_fifo, density
+POLICIES: tuple[Callable[[], NewPolicy], ...] = lru, density
 """Of even and odd seeds."""
 
 SUPERSEDED_S = 3.0

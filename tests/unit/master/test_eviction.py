@@ -30,14 +30,13 @@ from kvstore.master.state.eviction import NewPolicy, lru
 from kvstore.master.state.evictor import EVICTIONS_PER_STEP
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.records import HITS_MAX, ObjectRecord
-from kvstore.master.state.s3_fifo import GHOSTS_MIN, S3FifoPolicy, s3_fifo
 from kvstore.master.state.tenants import UnlimitedTenancy, open_tenancy
 from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import NAMESPACE
 from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
-POLICIES: dict[str, Callable[[], NewPolicy]] = {"lru": lru, "s3-fifo": s3_fifo, "density": density}
+POLICIES: dict[str, Callable[[], NewPolicy]] = {"lru": lru, "density": density}
 
 
 @pytest.fixture(params=[(p, t) for p in POLICIES for t in (None, [TenantRule("t", ("model",))])])
@@ -210,56 +209,6 @@ def test_making_room_may_forget_the_place_of_what_is_put(new_cluster: NewCluster
 
     assert cluster.present("ab") == "a"
     check_invariants(cluster.state)
-
-
-def test_an_object_that_is_used_again_survives_a_scan_with_s3_fifo(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(one=20, policy=S3FifoPolicy)
-    cluster.put("h")
-    for _ in range(2):
-        cluster.after(LEASE_MS)
-        cluster.match("h")
-    for index in range(50):
-        cluster.after(LEASE_MS)
-        cluster.put([f"scan{index}"], chain=False)
-
-    assert cluster.present("h") == "h"
-
-
-def test_a_key_that_returns_soon_after_its_eviction_is_kept_with_s3_fifo() -> None:
-    policy = S3FifoPolicy()
-    first, again, new = (made(number) for number in (1, 1, 2))
-    policy.insert(first)
-    policy.remove(first, evicted=True)
-    policy.insert(again)
-    policy.insert(new)
-    assert policy.first() is new
-    assert list(policy.after(0)) == [new, again]
-    policy.remove(new, evicted=False)  # leased, or removed: it leaves no ghost
-    policy.insert(new)
-    assert policy.first() is new
-
-
-def test_s3_fifo_lets_an_object_pass_once_for_each_counted_hit() -> None:
-    policy = S3FifoPolicy()
-    hot, cold = made(1), made(2)
-    hot.hits = 3
-    policy.insert(hot)
-    assert policy.hit(hot)  # to the main queue, where it begins without hits
-    policy.insert(cold)
-    policy.remove(cold, evicted=True)
-    hot.hits += 2
-    assert [policy.hit(hot) for _ in range(3)] == [True, True, False]
-
-
-def test_s3_fifo_remembers_a_bounded_number_of_keys() -> None:
-    policy = S3FifoPolicy()
-    for number in range(GHOSTS_MIN + 100):
-        record = made(number)
-        policy.insert(record)
-        policy.remove(record, evicted=True)
-    assert len(policy._ghosts) == GHOSTS_MIN
 
 
 # --- what holds with any policy, whatever happens ------------------------------------------------
