@@ -118,12 +118,11 @@ class Authorizer:
     def may_lead(self) -> bool:
         return not self.credentials.validity_error()
 
-    def measures(self, limit_refusals: Callable[[], dict[str, dict[str, int]]]) -> dict[str, Any]:
+    def measures(self) -> dict[str, Any]:
         return {
             # The HTTP child may not count them itself where our memory is hidden.
             "open_files": descriptors.open_now(),
             "auth_valid": [*self.credentials.validity()],
-            "identity_limit_refusals": limit_refusals(),
         }
 
     # --- identities of peers ------------------------------------------------------------------

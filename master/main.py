@@ -482,7 +482,7 @@ class _MasterProcess:
                 "lane": len(rpc_servers.lane.connections),
                 "grpc": self._grpc_connections,
             },
-            **self.access.measures(rpc_servers.identity_limit_refusals),
+            **self.access.measures(),
             "files_refused": refused_files(),
             "counters": {
                 "connections_refused": rpc_servers.lane.stats.rejected,

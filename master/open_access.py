@@ -62,9 +62,9 @@ class OpenAccess:
         """Whether this master's certificate is valid now."""
         return True
 
-    def measures(self, limit_refusals: Callable[[], dict[str, dict[str, int]]]) -> dict[str, Any]:
-        """Return values for the metrics; ``limit_refusals`` counts refusals by identity."""
-        return {"open_files": None, "auth_valid": None, "identity_limit_refusals": {}}
+    def measures(self) -> dict[str, Any]:
+        """Return values for the metrics."""
+        return {"open_files": None, "auth_valid": None}
 
     def identify_grpc_peer(self, auth_context: Callable[[], AuthContext]) -> Identity:
         """Authenticate the peer of a gRPC call. Raises PermissionDeniedError."""

@@ -105,13 +105,6 @@ class RpcServers:
         await self.lane.stop()
         await self.grpc.stop(grace_s)
 
-    def identity_limit_refusals(self) -> dict[str, dict[str, int]]:
-        """By door, how often each identity was refused a place of it."""
-        return {
-            limiter.name: limiter.refusals()
-            for limiter in (self.lane.connections, self.grpc.limiter)
-        }
-
     def counters(self) -> dict[str, int]:
         """Counters for the status: calls and errors by name, and those of the lane."""
         counted = {

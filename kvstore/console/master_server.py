@@ -26,7 +26,7 @@ from kvstore.console.events.paths import EventsAPI, disabled_endpoints
 from kvstore.http.access_control import AccessControl, AllowedHosts, access_control
 from kvstore.http.operations import OpenApiDocument, endpoints_of
 from kvstore.http.ports import HttpSecurity
-from kvstore.http.serving import ProcessStatus, Route, request_limiter, serving
+from kvstore.http.serving import ProcessStatus, Route, serving
 from kvstore.master.ipc_channel import SERVED, ChildChannel
 from kvstore.runtime import logs, memory_protection, tasks
 from kvstore.runtime.child_process import ParentLink
@@ -73,10 +73,9 @@ async def serve(served: HttpChildOptions) -> None:
     channel = ChildChannel(served.channel, journal.append)
     reading = start_task("channel", channel.run())
     secured = served.secured
-    requests = request_limiter()
     master = ParentMaster(
         served.master, cluster=served.cluster, pid=served.pid, channel=channel,
-        scheme=secured.scheme, auth=served.auth, requests=requests,
+        scheme=secured.scheme, auth=served.auth,
     )  # fmt: skip
     answers = ProcessStatus(master.readiness, master.metrics)
     events = EventsAPI(journal, channel, master.readiness) if served.has_events else None
@@ -88,9 +87,7 @@ async def serve(served: HttpChildOptions) -> None:
             publisher = _publisher(served, events, master)
         access = access_control(secured, AllowedHosts([*served.names, MASTER_NAME]))
         routes = _routes(access, master, dashboard, events)
-        async with serving(
-            served.listener, answers, routes, access=access, secured=secured, requests=requests
-        ):
+        async with serving(served.listener, answers, routes, access=access, secured=secured):
             served.parent.notify_ready(ready=1)
             await stopped.wait()
     finally:

@@ -116,13 +116,6 @@ def of_files(process: str, refused: Mapping[str, int]) -> dict[str, Rows]:
     return {f"kvstore_{process}_file_refused": rows}
 
 
-def of_shares(process: str, refused: Mapping[str, Mapping[str, int]]) -> dict[str, Rows]:
-    """Return the refusals of identities at their limit. ``refused``: by endpoint and identity.
-    ``process``: as for ``of_log``."""
-    rows: Rows = {(door, who): count for door, of in refused.items() for who, count in of.items()}
-    return {f"kvstore_{process}_share_refused_total": rows}
-
-
 def _of_master(measured: Mapping[str, Any], scheme: str) -> dict[str, Rows]:
     valid = measured["auth_valid"]
     of: dict[str, Rows] = {
@@ -136,7 +129,6 @@ def _of_master(measured: Mapping[str, Any], scheme: str) -> dict[str, Rows]:
         "kvstore_master_connections": {
             (carrier,): count for carrier, count in measured["connections"].items()
         },
-        **of_shares("master", measured["identity_limit_refusals"]),
         **of_files("master", measured["files_refused"]),
         **of_identity("master", None if valid is None else valid[1]),
     }

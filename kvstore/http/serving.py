@@ -97,22 +97,19 @@ async def serving(
     *,
     access: AccessControl,
     secured: HttpSecurity = NOT_SECURED,
-    requests: Limiter[object] | None = None,
 ) -> AsyncIterator[None]:
     """Serve health, readiness, metrics and ``routes`` in the block. Closes ``listener``.
 
     Args:
         access: access to the metrics.
         secured: TLS of the port.
-        requests: ``request_limiter()``, if its refusals are exported as metrics.
 
     Raises:
         ConfigError: as ``HttpSecurity.tls``.
     """
     tls = secured.tls()
     doors = ConnectionLimiter(connections_max(REQUESTS_MAX))
-    limiter = request_limiter() if requests is None else requests
-    bounded = RequestLimiter(limiter, access).middleware
+    bounded = RequestLimiter(access).middleware
     application = _application(answers, [doors.middleware, bounded], routes, access)
     async with serving_connections(
         application, doors, listener, tls=tls, idle_s=IDLE_CONNECTION_S,
@@ -121,17 +118,13 @@ async def serving(
         yield
 
 
-def request_limiter() -> Limiter[object]:
-    """Return the limiter of requests in progress on one port: fewer than connections, so that some
-    are always idle."""
-    return Limiter("http", max(1, min(REQUESTS_MAX, connections_max(REQUESTS_MAX) // 2)))
-
-
 class RequestLimiter:
-    """The requests in progress on one port. Use it in one event loop."""
+    """The requests in progress on one port: fewer than connections, so that some are always idle.
+    Use it in one event loop."""
 
-    def __init__(self, limiter: Limiter[object], access: AccessControl) -> None:
-        self._limiter = limiter
+    def __init__(self, access: AccessControl) -> None:
+        size = max(1, min(REQUESTS_MAX, connections_max(REQUESTS_MAX) // 2))
+        self._limiter = Limiter[object]("http", size)
         self._access = access
         self._unread = Limiter[asyncio.Timeout]("unread answers", UNREAD_BYTES)
 

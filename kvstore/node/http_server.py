@@ -17,7 +17,7 @@ from kvstore.http.access_control import access_control
 from kvstore.http.exposition import Rows
 from kvstore.http.families import NODE
 from kvstore.http.ports import HttpSecurity
-from kvstore.http.serving import ProcessStatus, Readiness, request_limiter, serving
+from kvstore.http.serving import ProcessStatus, Readiness, serving
 from kvstore.memory.medium import Medium
 from kvstore.node.agent import NodeAgent
 from kvstore.node.startup_progress import StartupProgress
@@ -74,7 +74,6 @@ class NodeHttpServer:
             descriptor_server: hands out descriptors of the memory; None: nothing does.
             credentials: the node's identity; None: no authentication.
         """
-        requests = request_limiter()
 
         async def readiness() -> Readiness:
             if agent.is_joined:
@@ -85,13 +84,11 @@ class NodeHttpServer:
             until = None if credentials is None else credentials.validity().until
             values = _values(agent, segment, server, descriptor_server)
             values |= exposition.of_identity("node", until)
-            refused = {"data": server.identity_limit_refusals(), requests.name: requests.refusals()}
-            values |= exposition.of_shares("node", refused)
             return exposition.page(NODE, values, pid=os.getpid())
 
         return serving(
             self._listener, ProcessStatus(readiness, page),
-            access=self._access, secured=self._secured, requests=requests,
+            access=self._access, secured=self._secured,
         )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Final, Generic, TypeVar
 
@@ -24,11 +23,6 @@ from kvstore.errors import BusyError
 from kvstore.runtime.formatting import name_text
 
 log = logging.getLogger("kvstore.runtime")
-
-NAMED_MAX: Final = 64
-"""Identities whose refusals are counted separately; further ones are counted together."""
-
-OTHERS: Final = ""
 
 SlotT = TypeVar("SlotT")
 
@@ -41,7 +35,7 @@ class Limiter(Generic[SlotT]):
     """The slots of one endpoint, each named by its user. Threads: any."""
 
     def __init__(self, name: str, size: int) -> None:
-        """``name``: for logs, errors and metrics. ``size``: at least 1."""
+        """``name``: for logs and errors. ``size``: at least 1."""
         self.name: Final = name
         self._size = size
         self._kept: dict[SlotT, str] = {}
@@ -52,7 +46,6 @@ class Limiter(Generic[SlotT]):
         """Total weight of the waits."""
         self._held: dict[str, int] = {}
         """Number of kept slots of each identity."""
-        self._refused: Counter[str] = Counter()
         self._changing = threading.RLock()  # ``on_preempted`` may release
 
     def __iter__(self) -> Iterator[SlotT]:
@@ -134,11 +127,6 @@ class Limiter(Generic[SlotT]):
         finally:
             self.release(limit)
 
-    def refusals(self) -> dict[str, int]:
-        """Return the refusals of each identity since the start; ``OTHERS``: those without a row."""
-        with self._changing:
-            return dict(self._refused)
-
     @property
     def _free(self) -> int:
         return self._size - len(self._kept)
@@ -164,12 +152,9 @@ class Limiter(Generic[SlotT]):
         if not identity:
             return BusyError(f"{self.name}: {self._size} slots are in use, the limit")
         held, free = self._held.get(identity, 0), self._free
-        is_named = identity in self._refused or len(self._refused) < NAMED_MAX
-        named = identity if is_named else OTHERS
-        self._refused[named] += 1
         log.warning(
-            "identity_limit_reached endpoint=%s identity=%s held=%d free=%d count=%d",
-            self.name, name_text(identity), held, free, self._refused[named],
+            "identity_limit_reached endpoint=%s identity=%s held=%d free=%d",
+            self.name, name_text(identity), held, free,
         )  # fmt: skip
         return BusyError(
             f"{self.name}: identity {identity} has reached its limit: {held} of {self._size} slots "

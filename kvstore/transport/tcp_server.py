@@ -123,10 +123,6 @@ class DataServer:
     def counters(self) -> DataServerCounters:
         return self._context.snapshot()
 
-    def identity_limit_refusals(self) -> dict[str, int]:
-        """Rejected connections of each holder at its per-identity limit."""
-        return self._connections.refusals()
-
     def fence(self) -> None:
         """Closes all connections; returns when none of them can access a segment any more.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore.runtime.limiter import NAMED_MAX, Limiter
+from kvstore.runtime.limiter import Limiter
 
 
 def check_limiter(limiter: Limiter[Any]) -> None:
@@ -14,4 +14,3 @@ def check_limiter(limiter: Limiter[Any]) -> None:
     assert all(each > 0 for each in held)
     assert limiter._weight == sum(weight for weight, _ in waiting)
     assert len(waiting) <= 1 or limiter._weight <= limiter._free
-    assert len(limiter._refused) <= NAMED_MAX + 1

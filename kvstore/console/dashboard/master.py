@@ -20,7 +20,6 @@ from kvstore.http import exposition
 from kvstore.http.serving import Readiness
 from kvstore.master.ipc_channel import ChildChannel
 from kvstore.runtime import logs
-from kvstore.runtime.limiter import Limiter
 from kvstore.runtime.tasks import start_task
 from kvstore.runtime.watched_files import refused_files
 from kvstore.security.impersonation import ITSELF, check_acting, impersonate
@@ -118,18 +117,15 @@ class ParentMaster:
         channel: ChildChannel,
         scheme: str,
         auth: str = "",
-        requests: Limiter[object] | None = None,
     ) -> None:
         """
         Args:
             scheme: http or https, of this process's port.
-            requests: the request limiter of this process's port; None: it has none.
         """
         self.address = address
         """The master's own ``host:port``; on loopback also if it listens on all addresses."""
         self._pid = pid
         self._scheme = scheme
-        self._requests = requests
         self._channel = channel
         self._lives = start_task("lives", channel.request_until_reply("role", ANSWER_S))
         self.client = AsyncClient(
@@ -193,14 +189,9 @@ class ParentMaster:
         of_both = measured["counters"] | {
             name: own + measured["counters"].get(name, 0) for name, own in logs.counters().items()
         }
-        refused = measured["identity_limit_refusals"]
-        if self._requests is not None:
-            refused = refused | {self._requests.name: self._requests.refusals()}
         files = measured["files_refused"]
         files = files | {name: own | files.get(name, 0) for name, own in refused_files().items()}
-        measured = measured | {
-            "counters": of_both, "identity_limit_refusals": refused, "files_refused": files,
-        }  # fmt: skip
+        measured = measured | {"counters": of_both, "files_refused": files}
         return await asyncio.to_thread(
             exposition.of_master, measured, status, pid=self._pid, scheme=self._scheme
         )

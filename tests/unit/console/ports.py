@@ -14,7 +14,6 @@ from kvstore.http import serving
 from kvstore.http.access_control import AccessControl
 from kvstore.http.ports import NOT_SECURED, HttpSecurity
 from kvstore.http.serving import ProcessStatus, Readiness, Route
-from kvstore.runtime.limiter import Limiter
 from kvstore.security.credentials import MASTER_NAME
 
 
@@ -73,12 +72,11 @@ def run(
     routes: Iterable[Route],
     secured: HttpSecurity = NOT_SECURED,
     access: AccessControl | None = None,
-    requests: Limiter[object] | None = None,
 ) -> None:
     """Serves these routes, and health, while ``test`` runs."""
 
     async def inside() -> None:
-        async with _served(routes, secured, access or AccessControl(None), requests) as port:
+        async with _served(routes, secured, access or AccessControl(None)) as port:
             await test(port)
 
     asyncio.run(inside())
@@ -97,7 +95,6 @@ async def _served(
     routes: Iterable[Route],
     secured: HttpSecurity,
     access: AccessControl,
-    requests: Limiter[object] | None,
 ) -> AsyncIterator[Port]:
     listener = socket.create_server(("127.0.0.1", 0))
     # What a stranger does not read stays in this process, and not in the kernel.
@@ -105,9 +102,7 @@ async def _served(
     port = Port(listener.getsockname()[1])
     try:
         answers = ProcessStatus(_ready, _page)
-        async with serving.serving(
-            listener, answers, routes, access=access, secured=secured, requests=requests
-        ):
+        async with serving.serving(listener, answers, routes, access=access, secured=secured):
             yield port
     finally:
         for each in port.strangers:
