@@ -37,7 +37,6 @@ from kvstore.config import MasterConfig
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.limits import REFUSED_HOLDERS_MAX
 from kvstore.master import times
-from kvstore.master.fair_scheduler import FairScheduler
 from kvstore.master.open_access import (
     LOCAL,
     AuthContext,
@@ -101,7 +100,6 @@ class Authorizer:
         self.credentials = Credentials(config.auth)
         self.credentials.check_serves(MASTER_NAME)
         self.refused = 0
-        self.scheduler: FairScheduler | None = FairScheduler()
         self.lane_tls: ssl.SSLContext | None = self.credentials.server()
         self.node_tls: ClientTls | None = ClientTls(self.credentials)
         longest_ms = max(config.lease_ms, times.PUT_DEADLINE_MS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import functools
@@ -83,7 +82,6 @@ class GrpcServer:
         self.token = token
         self.limiter = Limiter[object]("grpc", calls_max)
         self._access = access or OpenAccess()
-        self._turns = self._access.scheduler
         self._dispatcher = dispatcher
         self._calls_max = calls_max
         self._connections_max = connections_max
@@ -146,23 +144,13 @@ class GrpcServer:
                 for key, value in context.invocation_metadata() or ():
                     if key == trace_context.METADATA_KEY and isinstance(value, str):
                         data = trace_context.with_trace(data, value)
-                work = functools.partial(self._begin, context, call, data, caller)
-                reply = work() if self._turns is None else await self._turns.run_in_turn(name, work)
+                reply = self._dispatcher.dispatch(call, data, caller)
                 return reply if isinstance(reply, bytes) else await reply
             except KVStoreError as error:
                 await _abort(context, error)
                 raise
 
         return answer
-
-    def _begin(
-        self, context: Context, call: RpcMethod[Any, Any], data: bytes, caller: Caller | None
-    ) -> bytes | asyncio.Task[bytes]:
-        reply = self._dispatcher.dispatch(call, data, caller)
-        if not isinstance(reply, bytes):
-            # The peer may leave before ``reply`` is awaited: after the turn that began it.
-            _when_done(context, reply.cancel)
-        return reply
 
     def _caller(self, context: Context, call: RpcMethod[Any, Any]) -> Caller | None:
         """The client that calls; None: a client without a token and without an identity.

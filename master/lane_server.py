@@ -29,7 +29,6 @@ from kvstore.errors import (
 from kvstore.limits import REQUEST_BYTES_MAX
 from kvstore.master.authorizer import Access
 from kvstore.master.dispatcher import Dispatcher, logger
-from kvstore.master.fair_scheduler import FairScheduler
 from kvstore.master.node_connection import NodeConnection
 from kvstore.master.open_access import LOCAL, OpenAccess
 from kvstore.master.state.traffic import Caller
@@ -233,12 +232,6 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         self._greeted = False
         self._address = LOCAL
         self._caller: Caller | None = None
-        self._turns: FairScheduler | None = None
-        """In which its calls are answered; None: as they come."""
-        self._who = ""
-        """The name of its identity; empty: it has none."""
-        self._in_line = False
-        """Whether it waits for its identity's turn."""
         self._is_partial = False
         """Whether it has sent a part of a frame, and is to send the rest in time."""
         self._congested = False
@@ -321,22 +314,13 @@ class _LaneProtocol(asyncio.BufferedProtocol):
                     if self._reader.buffered:
                         self._pause()
                     break
-                if self._turns is not None and self._turns.slice_used_up(self._who):
-                    self._pause()
-                    self._in_line = True
-                    self._turns.defer(self._who, self._on_time_slice)
-                    break
                 received = self._reader.next()
                 if received is None:
                     break
                 has_begun = True
                 call_id, kind, name, payload = received
                 if kind == CALL and self._greeted:
-                    if self._turns is None:
-                        reply = self._call(call_id, name, payload)
-                    else:
-                        work = functools.partial(self._call, call_id, name, payload)
-                        reply = self._turns.run_timed(self._who, work)
+                    reply = self._call(call_id, name, payload)
                     if reply is not None:
                         replies.append(reply)
                         size += len(reply)
@@ -386,9 +370,7 @@ class _LaneProtocol(asyncio.BufferedProtocol):
                 advice="Join again: the master was restarted, or a different master "
                 "uses this address.",
             )
-        self._who = caller.identity.name
-        server.connections.keep(self, self._who)
-        self._turns = server.access.scheduler
+        server.connections.keep(self, caller.identity.name)
         self._caller = caller
         self._greeted = True
         self._reader.length_max = REQUEST_BYTES_MAX + frames.FRAMING_BYTES_MAX
@@ -470,7 +452,6 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         """Continues after ``_pause``, once no bound is exceeded."""
         if (
             not self._held
-            or self._in_line
             or self._congested
             or self._transport is None
             or self._transport.is_closing()
@@ -480,10 +461,6 @@ class _LaneProtocol(asyncio.BufferedProtocol):
         self._held = False
         self._transport.resume_reading()
         self._reply()
-
-    def _on_time_slice(self) -> None:
-        self._in_line = False
-        self._resume()
 
     def _set_timer(self, after_s: float, action: Callable[[], None] | None) -> None:
         if self._timer is not None:

@@ -19,7 +19,6 @@ import grpc.aio
 
 from kvstore.calls import ClusterStatus, Request
 from kvstore.errors import ProtocolError
-from kvstore.master.fair_scheduler import FairScheduler
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.security.data_port_tls import ClientTls
@@ -43,8 +42,6 @@ class OpenAccess:
 
     refused: int = 0
     """Connections and calls that were refused since the start."""
-    scheduler: FairScheduler | None = None
-    """Divides the loop's time among identities; None: calls are served as they come."""
     lane_tls: ssl.SSLContext | None = None
     """For connections to the lane over TCP; None: without TLS."""
     node_tls: ClientTls | None = None

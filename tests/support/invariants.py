@@ -11,7 +11,6 @@ from functools import singledispatch
 from typing import Any
 
 from kvstore.limits import Namespace
-from kvstore.master.fair_scheduler import FairScheduler
 from kvstore.master.role import ElectionStateMachine
 from kvstore.master.state import (
     background_jobs,
@@ -644,9 +643,3 @@ def _(it: ElectionStateMachine) -> None:
     assert it.leader is None or not it.until
     assert it._lease_id not in it._stale
     assert len(it._stale) <= 1, "each is revoked before the next one is granted"
-
-
-@check_invariants.register
-def _(it: FairScheduler) -> None:
-    assert all(it._waiting.values())
-    assert it._is_due or not it._waiting
