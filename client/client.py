@@ -40,7 +40,7 @@ from kvstore.client.hints import (
 )
 from kvstore.client.leases.lease_table import Lease
 from kvstore.client.rpc.stub import MasterStub, wait_in_call
-from kvstore.client.tracing import traceparent, tracing
+from kvstore.client.tracing import tracing
 from kvstore.client.validation import AnyKey, DType, Duration, Pairs, Range, Stream
 from kvstore.client.values import (
     Buffer,
@@ -1112,18 +1112,16 @@ class Client:
     def _run(self, flow: Flow[ResultT], timeout_ms: int | None = None) -> ResultT:
         if self._tracing is None:
             return self._carry_out(flow, timeout_ms)
-        with self._tracing(getattr(flow, "__name__", "call")) as span:
-            return self._carry_out(flow, timeout_ms, traceparent(span))
+        with self._tracing(getattr(flow, "__name__", "call")):
+            return self._carry_out(flow, timeout_ms)
 
-    def _carry_out(self, flow: Flow[ResultT], timeout_ms: int | None, trace: str = "") -> ResultT:
+    def _carry_out(self, flow: Flow[ResultT], timeout_ms: int | None) -> ResultT:
         """Run the steps of a flow until it returns or times out."""
         if self._state.is_closed:
             raise ClosedError("the client is closed")
         timeout_s = self._seconds(timeout_ms)
         deadline = uptime() + timeout_s
         call, pause, move = self._state.stub.call, self._pause, self._state.movers.move
-        if trace:
-            call = functools.partial(call, trace=trace)
         stop = current()
         if stop is not None:
             deadline = min(deadline, stop.deadline)

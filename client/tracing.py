@@ -22,11 +22,3 @@ def tracing(master: str) -> Callable[[str], AbstractContextManager[Any]] | None:
         attributes={"kvstore.master": master},
     )
     return lambda call: begin(f"kvstore.{call}")
-
-
-def traceparent(span: Any) -> str:
-    """Return the span's context as W3C ``traceparent``; empty: it has none."""
-    context = span.get_span_context()
-    if not context.is_valid:
-        return ""
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"

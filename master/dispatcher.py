@@ -7,13 +7,11 @@ decodes, calls the service, encodes, measures, and turns every exception into a 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, cast
+from typing import Any, Protocol, cast
 
 from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
 from kvstore.errors import BatchTooLargeError, InternalError, KVStoreError
@@ -23,19 +21,11 @@ from kvstore.runtime.histograms import Histogram
 from kvstore.security.identity import UNAUTHENTICATED, Identity
 from kvstore.wire.messages import CALLS, RpcMethod, decode_request
 from kvstore.wire.status import unexpected
-from kvstore.wire.trace_context import AT as TRACE_AT
-from kvstore.wire.trace_context import MARK as TRACE_MARK
-from kvstore.wire.trace_context import trace_id, trace_of
 
 logger = logging.getLogger("kvstore.master")
 
 REPLY_BYTES_MAX = FRAME_BYTES_MAX - 1024
 """Leaves space for the head of a frame and gRPC's framing."""
-
-SLOW_S = 0.1
-"""Traced calls that take longer are logged."""
-
-_TRACE: Final[ContextVar[str]] = ContextVar("kvstore_trace", default="")
 
 
 class RpcService(Protocol):
@@ -76,12 +66,7 @@ class Dispatcher:
         self.stats: dict[str, RpcStats] = {call.name: RpcStats() for call in CALLS.values()}
 
     def dispatch(
-        self,
-        call: RpcMethod[Any, Any],
-        data: bytes,
-        caller: Caller | None = None,
-        *,
-        is_traced: bool = False,
+        self, call: RpcMethod[Any, Any], data: bytes, caller: Caller | None = None
     ) -> bytes | asyncio.Task[bytes]:
         """Return the encoded reply, or a task that waits for it; cancelling it cancels the call.
 
@@ -89,13 +74,10 @@ class Dispatcher:
             call: the kind of call.
             data: the request's bytes.
             caller: None for a client without a token.
-            is_traced: whether the trace context in ``data`` was already handled.
 
         Raises:
             KVStoreError: the only exception, also of the task (except cancellation).
         """
-        if data[TRACE_AT] == TRACE_MARK and not is_traced:
-            return self._traced(call, data, caller)
         stats = self.stats[call.name]
         stats.count += 1
         started = time.perf_counter()
@@ -115,48 +97,6 @@ class Dispatcher:
         # Not in a ``finally``, which a task cancelled before its first step does not run.
         task.add_done_callback(lambda _: waiting.cancel())
         return task
-
-    def _traced(
-        self, call: RpcMethod[Any, Any], data: bytes, caller: Caller | None
-    ) -> bytes | asyncio.Task[bytes]:
-        """Dispatch a traced call, and log it if it fails or is slow."""
-        started = time.perf_counter()
-        parent = trace_of(data)
-        if not parent:
-            return self.dispatch(call, data, caller, is_traced=True)
-        before = _TRACE.set(trace_id(parent))
-        try:
-            reply = self.dispatch(call, data, caller, is_traced=True)
-            if isinstance(reply, bytes):
-                self._log_traced(call, started, None)
-            else:
-                reply.add_done_callback(functools.partial(self._log_waited, call, started))
-            return reply
-        except KVStoreError as error:
-            self._log_traced(call, started, error)
-            raise
-        finally:
-            _TRACE.reset(before)
-
-    def _log_waited(
-        self, call: RpcMethod[Any, Any], started: float, waited: asyncio.Task[bytes]
-    ) -> None:
-        if not waited.cancelled():  # else the caller has disconnected
-            self._log_traced(call, started, waited.exception())
-
-    def _log_traced(
-        self, call: RpcMethod[Any, Any], started: float, error: BaseException | None
-    ) -> None:
-        took_ms = (time.perf_counter() - started) * 1000
-        if error is None and took_ms < SLOW_S * 1000:
-            return
-        if isinstance(error, KVStoreError):
-            logger.info(
-                "call_failed call=%s ms=%d error=%s reason=%r",
-                call.name, took_ms, error.code, error.message,
-            )  # fmt: skip
-        else:
-            logger.info("call_slow call=%s ms=%d", call.name, took_ms)
 
     async def _await_reply(
         self,
@@ -198,9 +138,3 @@ def _encoded(call: RpcMethod[Any, Any], reply: Reply) -> bytes:
             reply_bytes=len(encoded),
         )
     return encoded
-
-
-def add_trace(record: logging.LogRecord) -> bool:
-    """Add the trace to a log record; ``kvstore.runtime.logs`` appends it to the line."""
-    record.trace = _TRACE.get()
-    return True

@@ -26,7 +26,6 @@ from kvstore.master.open_access import LOCAL, OpenAccess
 from kvstore.master.state.traffic import Caller
 from kvstore.runtime.addresses import join_address
 from kvstore.runtime.limiter import Limiter
-from kvstore.wire import trace_context
 from kvstore.wire.messages import CALLS, JOIN_METADATA, RpcMethod
 from kvstore.wire.port_probe import identify_service
 from kvstore.wire.status import METADATA_KEY, encode_error, grpc_code
@@ -141,9 +140,6 @@ class GrpcServer:
                     slot = object()
                     self.limiter.acquire(slot, name)
                     _when_done(context, functools.partial(self.limiter.release, slot))
-                for key, value in context.invocation_metadata() or ():
-                    if key == trace_context.METADATA_KEY and isinstance(value, str):
-                        data = trace_context.with_trace(data, value)
                 reply = self._dispatcher.dispatch(call, data, caller)
                 return reply if isinstance(reply, bytes) else await reply
             except KVStoreError as error:

@@ -31,7 +31,6 @@ from kvstore.master.authorizer import Access, Authorizer
 from kvstore.master.busy_poll import new_event_loop
 from kvstore.master.cluster_events import ClusterEventLog
 from kvstore.master.connectivity import ConnectivityProbe
-from kvstore.master.dispatcher import add_trace
 from kvstore.master.election import Election
 from kvstore.master.ipc_channel import Answers, MasterChannel
 from kvstore.master.lane_server import LaneSettings
@@ -135,7 +134,6 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
     loop = asyncio.get_running_loop()
     tasks.watch_loop(loop)
     tasks.watch_threads()
-    log.addFilter(add_trace)
     for number in tasks.shutdown_signals():
         loop.add_signal_handler(number, stopped.set)
     tasks.install_signal_handlers()

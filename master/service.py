@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 import math
 import time
@@ -188,8 +187,6 @@ class MasterService:
         self._outboxes: dict[int, Outbox] = {}
         self._next_session = 0
         self._working = False
-        self._no_call = contextvars.Context()
-        """The context of background work, whose log lines belong to no trace."""
         self._ticker: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -487,7 +484,7 @@ class MasterService:
                         self.noticed(event, fields)
         if state.has_work and not self._working:
             self._working = True
-            asyncio.get_running_loop().call_soon(self._work, context=self._no_call)
+            asyncio.get_running_loop().call_soon(self._work)
 
     def _reply(self, ticket: int, result: calls.Reply | KVStoreError) -> None:
         waiting = self._answers.pop(ticket, None)

@@ -52,8 +52,6 @@ from kvstore.wire.messages import CALLS, RpcMethod, decode_reply, encode_request
 from kvstore.wire.port_probe import GRPC, TLS, identify_service
 from kvstore.wire.request_chunking import CHUNKINGS, Chunking
 from kvstore.wire.status import CLOSED_REASONS, decode_error, detail_of
-from kvstore.wire.trace_context import METADATA_KEY as TRACE_METADATA
-from kvstore.wire.trace_context import trace_of, with_trace
 
 logger = logging.getLogger("kvstore.client")
 
@@ -164,12 +162,11 @@ class MasterStub:
         assert joined is not None
         return joined
 
-    def call(self, request: Request, deadline: float, trace: str = "") -> Reply:
+    def call(self, request: Request, deadline: float) -> Reply:
         """Return the master's reply.
 
         Args:
             deadline: a ``uptime()`` value, by which this returns or raises.
-            trace: the ``traceparent`` of the caller's span; empty: none.
 
         Raises:
             MasterUnreachableError: no master was found by the deadline, or (``fields["sent"]`` is
@@ -190,12 +187,10 @@ class MasterStub:
         call = CALLS[type(request)]
         split = CHUNKINGS.get(type(request))
         if split is not None and split.is_large(request):
-            return self._call_in_chunks(split, request, deadline, trace)
+            return self._call_in_chunks(split, request, deadline)
         payload = encode_request(request)
         if len(payload) > REQUEST_BYTES_MAX:
-            return self._call_in_chunks(split, request, deadline, trace)
-        if trace:
-            payload = with_trace(payload, trace)
+            return self._call_in_chunks(split, request, deadline)
         sending = _Sending(call, payload, deadline, self._link.failover_timeout_s(request))
         started = uptime()
         broken: ConnectionBrokenError | NotLeaderError | None = None
@@ -213,9 +208,7 @@ class MasterStub:
             self._accept(reply, self._link.address)
         return reply
 
-    def _call_in_chunks(
-        self, split: Chunking | None, request: Request, deadline: float, trace: str
-    ) -> Reply:
+    def _call_in_chunks(self, split: Chunking | None, request: Request, deadline: float) -> Reply:
         """Send the call in several requests to one master. Raises BatchTooLargeError."""
         chunks = [] if split is None else split.chunks(request)
         if split is None or len(chunks) < 2:
@@ -224,7 +217,7 @@ class MasterStub:
                 advice="Split the batch.",
             )
         while True:
-            replies = [self.call(chunk, deadline, trace) for chunk in chunks]
+            replies = [self.call(chunk, deadline) for chunk in chunks]
             if len({getattr(reply, "epoch", 0) for reply in replies}) == 1:
                 return split.joined(replies)
 
@@ -347,8 +340,6 @@ class MasterStub:
             try:
                 send = lent.channel.unary_unary(call.path)
                 metadata = self._link.metadata(call)
-                if trace := trace_of(payload):
-                    metadata = (*metadata, (TRACE_METADATA, trace))
                 if stop is None and call is not JOIN:
                     return send(payload, timeout=left_s, metadata=metadata)
                 if stop is not None:

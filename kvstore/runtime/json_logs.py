@@ -30,9 +30,8 @@ class JsonFormatter(BaseJsonFormatter):
         for name, value in fields.items():
             log_data.setdefault(name, value)
         log_data["message"] = record.message
-        for name in ("trace", "left_out"):
-            if value := getattr(record, name, None):
-                log_data[name] = value
+        if left_out := getattr(record, "left_out", 0):
+            log_data["left_out"] = left_out
         if "exc_info" in message_dict:
             log_data["exception"] = message_dict["exc_info"]
 

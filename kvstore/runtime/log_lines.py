@@ -31,8 +31,6 @@ class LineFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's own name
         """As ``logging.Formatter``, on one line."""
-        if trace := getattr(record, "trace", ""):
-            record.message += f" trace={trace}"
         record.message = sanitize(record.message, TEXT_MAX)
         if left_out := getattr(record, "left_out", 0):
             record.message += f" left_out={left_out}"

@@ -12,9 +12,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from kvstore import Client
-from kvstore.errors import NoSpaceError, ValueTooLargeError
+from kvstore.errors import ValueTooLargeError
 from tests.support.cluster import Cluster
-from tests.support.wait import until
 
 
 @pytest.fixture
@@ -48,31 +47,6 @@ def test_a_call_is_a_span_below_that_of_its_caller(
     assert put.attributes == {"kvstore.master": cluster.address}
     assert failed.status.status_code is StatusCode.ERROR
     assert failed.events[0].name == "exception"
-
-
-@pytest.mark.parametrize("carrier", ["lane", "gRPC"])
-def test_lines_of_the_master_name_the_trace_of_the_call(
-    cluster: Cluster, spans: InMemorySpanExporter, carrier: str
-) -> None:
-    cluster.master()
-    cluster.node()
-    log = cluster.master_server.log
-    with Client(cluster.address, lane=carrier == "lane") as client:
-        view_of = client.put("a", bytes(20 << 20)), client.get("a", copy=False)  # leased
-        with trace.get_tracer("program").start_as_current_span("request") as span:
-            with pytest.raises(NoSpaceError):
-                client.put("b", bytes(20 << 20), wait_ms=0)
-            with pytest.raises(NoSpaceError):  # it waits: the line is of a task
-                client.put("c", bytes(20 << 20), wait_ms=200)
-        number = f"trace={span.get_span_context().trace_id:032x}"
-
-        def lines() -> list[str]:
-            found = [line for line in log.read_text().splitlines() if number in line]
-            return [line for line in found if "call_failed call=PutStart" in line]
-
-        until(lambda: len(lines()) == 2)
-        assert all("error=no_space" in line for line in lines())
-        del view_of
 
 
 def _parent(span: ReadableSpan) -> int | None:
