@@ -96,9 +96,6 @@ CLAIMS_UNANSWERED_MAX = 16
 NODE_SEGMENTS_MAX = 1_024
 """Segments in a message of a node; a master accepts 64 of one node."""
 
-REFUSED_HOLDERS_MAX = 1_024
-"""Recently revoked identities in one heartbeat of a master."""
-
 SIZE_BYTES_MAX = 1 << 48
 """Size in a message: 256 TiB, more than any real object, segment or sum of them. A value must also
 fit into one segment."""

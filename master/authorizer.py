@@ -35,8 +35,6 @@ from kvstore.calls import (
 )
 from kvstore.config import MasterConfig
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
-from kvstore.limits import REFUSED_HOLDERS_MAX
-from kvstore.master import times
 from kvstore.master.open_access import (
     LOCAL,
     AuthContext,
@@ -54,7 +52,7 @@ from kvstore.runtime.tcp_protocol import LOWER_HALF
 from kvstore.security import permissions
 from kvstore.security.credentials import MASTER_NAME, Credentials, peer_identity
 from kvstore.security.data_port_tls import ClientTls
-from kvstore.security.holder_ids import holder_by, holder_of
+from kvstore.security.holder_ids import holder_of
 from kvstore.security.identity import UNAUTHENTICATED, Identity, identity_of
 from kvstore.security.revocation_list import RevocationList
 from kvstore.security.validity import time_text, validity_of
@@ -102,8 +100,7 @@ class Authorizer:
         self.refused = 0
         self.lane_tls: ssl.SSLContext | None = self.credentials.server()
         self.node_tls: ClientTls | None = ClientTls(self.credentials)
-        longest_ms = max(config.lease_ms, times.PUT_DEADLINE_MS)
-        self._revoked = RevocationList(config.auth_revoked, kept_s=2 * longest_ms / 1000)
+        self._revoked = RevocationList(config.auth_revoked)
         self._key = secrets.token_bytes(32)
         self._identities: OrderedDict[bytes, Identity] = OrderedDict()
 
@@ -160,9 +157,6 @@ class Authorizer:
             raise self.refusal_error(
                 f"{identity.display_name} was revoked", "Issue it a new identity.", identity
             )
-
-    def rejected_holders(self) -> Sequence[int]:
-        return [holder_by(number) for number in self._revoked.recent()[-REFUSED_HOLDERS_MAX:]]
 
     # --- tokens -------------------------------------------------------------------------------
 

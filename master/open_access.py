@@ -122,11 +122,6 @@ class OpenAccess:
         """Return the part of the status that this identity may see."""
         return status
 
-    def rejected_holders(self) -> Sequence[int]:
-        """Return the holders whose capabilities may still be valid although their identities are
-        revoked; the last ones, if there are too many for one message."""
-        return ()
-
 
 def shorten_name(client: str, length: int) -> bytes:
     """Shorten a client's name for a token. A long name loses its middle, because names of hosts

@@ -467,9 +467,6 @@ class MasterService:
                     case SendReply(ticket, result):
                         self._reply(ticket, result)
                     case SendToNode(session, message):
-                        if isinstance(message, calls.MasterHeartbeat):
-                            rejected = self._access.rejected_holders()
-                            message = message._replace(rejected_holders=rejected)
                         if session in self._outboxes:
                             self._put(self._outboxes[session], message)
                     case CloseSession(session, error):

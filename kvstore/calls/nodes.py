@@ -22,7 +22,6 @@ from kvstore.calls.locations import NO_VERSION, DeviceLocation, EngineAddress, V
 from kvstore.limits import (
     DATA_PROTOCOL_VERSION,
     NODE_SEGMENTS_MAX,
-    REFUSED_HOLDERS_MAX,
     SIZE_BYTES_MAX,
     Key,
     Namespace,
@@ -179,9 +178,6 @@ class MasterHeartbeat(NamedTuple):
     number: int
     repair: bool = False
     """Whether objects lack replicas: the node requests what to copy (``StartMoves``)."""
-    rejected_holders: Annotated[Sequence[int], RowCount(REFUSED_HOLDERS_MAX)] = ()
-    """Holders of recently revoked identities, whose data connections the node closes and refuses
-    until a heartbeat no longer names them."""
 
 
 class MasterWipe(NamedTuple):

@@ -482,11 +482,7 @@ class NodeAgent:
                     f"the master has been silent for {silence_s:.0f} s"
                 ) from None
             match message:
-                case MasterHeartbeat(repair=repair, rejected_holders=rejected):
-                    if ended := self._server.reject_holders(rejected):
-                        log.info("holders_refused node=%s connections=%d", self._name, ended)
-                    if self._descriptor_server is not None:
-                        self._descriptor_server.reject_holders(rejected)
+                case MasterHeartbeat(repair=repair):
                     if repair:
                         self._repair()
                 case MasterClaimsAck():

@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -60,9 +60,6 @@ class DescriptorServer:
         self._needs_all = needs_all
         self._peers = Limiter[asyncio.Task[None]]("handover", PEERS_MAX)
         self._again: asyncio.TimerHandle | None = None
-        self._refused: set[int] = set()
-        """Holders revoked since the mount ``_refused_in``, whose keys end with it."""
-        self._refused_in = segment.generation
         self._shared = segment.share()
         self.name: Final = socket_name(segment.shm_name)
         """Entry in ``/dev/shm``. It is ours while we own the segment of that name."""
@@ -88,13 +85,6 @@ class DescriptorServer:
             for peer in peers:
                 peer.cancel()
             await asyncio.gather(*peers, return_exceptions=True)
-
-    def reject_holders(self, holders: Iterable[int]) -> None:
-        """Refuse these holders until the segment is mounted again; their keys do not expire."""
-        if self._refused_in != self._segment.generation:
-            self._refused_in = self._segment.generation
-            self._refused.clear()
-        self._refused.update(holders)
 
     def close(self) -> None:
         """Close the socket, not while ``serving``. Passed file descriptors stay valid."""
@@ -154,7 +144,7 @@ class DescriptorServer:
         if uuid != segment.uuid or generation != segment.generation:
             return DescriptorStatus.UNMOUNTED, b"", False
         key = protocol.map_key(segment.token, uuid, generation, holder, rights)
-        if holder in self._refused or not protocol.is_proven(raw, key, nonce):
+        if not protocol.is_proven(raw, key, nonce):
             return DescriptorStatus.DENIED, b"", False
         status, writes = protocol.access(rights, needs_all=self._needs_all)
         return status, key, writes

@@ -13,13 +13,12 @@ _REMEMBERED: Final = 2_048
 
 
 def holder_of(who: Identity) -> int:
-    """Derive it from the number of the certificate, so that a master knows the holders that it
-    revokes."""
-    return holder_by(normalize_serial(who.number) or who.uri)
+    """Derive it from the number of the certificate; without one, from its URI."""
+    return _holder_by(normalize_serial(who.number) or who.uri)
 
 
 @functools.lru_cache(_REMEMBERED)
-def holder_by(said: str) -> int:
+def _holder_by(said: str) -> int:
     """Return the holder for a certificate number in the form of ``normalize_serial``."""
     digest = hmac.digest(b"holder", said.encode(), "sha256")
     return int.from_bytes(digest[:8], "little") >> 1 | 1

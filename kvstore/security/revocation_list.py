@@ -10,7 +10,6 @@ from string import hexdigits
 from typing import Final
 
 from kvstore.errors import ConfigError
-from kvstore.runtime.clock import uptime
 from kvstore.runtime.watched_files import WatchedFile, read_file
 from kvstore.security.identity import Identity
 
@@ -20,13 +19,12 @@ _NONE: Final[frozenset[str]] = frozenset()
 
 
 class RevocationList:
-    """Numbers of revoked certificates. Threads: any; one for ``recent``."""
+    """Numbers of revoked certificates. Threads: any."""
 
-    def __init__(self, path: str, *, kept_s: float = 0.0) -> None:
+    def __init__(self, path: str) -> None:
         """
         Args:
             path: the file; empty: nothing is revoked.
-            kept_s: time for which ``recent`` returns a number.
 
         Raises:
             ConfigError: the file cannot be read, is truncated, or has lines that are no numbers.
@@ -34,24 +32,10 @@ class RevocationList:
         self._file = (
             WatchedFile("auth_revoked", path, lambda: _read(path), accept=_accept) if path else None
         )
-        self._kept_s = kept_s
-        self._lately: dict[str, float] = {}
-        """Time until which each is returned, in order."""
-        self._named = self._numbers()
 
     def has(self, who: Identity) -> bool:
         numbers = self._numbers()
         return bool(numbers) and normalize_serial(who.number) in numbers
-
-    def recent(self) -> list[str]:
-        """The numbers added within ``kept_s``, newest last, without those of the first read."""
-        now, numbers = uptime(), self._numbers()
-        if numbers is not self._named:
-            self._lately |= dict.fromkeys(sorted(numbers - self._named), now + self._kept_s)
-            self._named = numbers
-        while self._lately and next(iter(self._lately.values())) <= now:
-            del self._lately[next(iter(self._lately))]
-        return list(self._lately)
 
     def _numbers(self) -> frozenset[str]:
         return _NONE if self._file is None else self._file.value

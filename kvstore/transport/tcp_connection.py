@@ -77,8 +77,6 @@ class ServerContext:
     """None: connections are not encrypted."""
     wipe_seqs: dict[bytes, memoryview] = field(default_factory=dict)
     """By uuid, for ``revoke_writes``; empty without capabilities. Replaced by a fence."""
-    rejected_holders: frozenset[int] = frozenset()
-    """Holders whose proofs are rejected."""
     moved: bytearray = field(default_factory=lambda: bytearray(32))
     """As ``counts`` of ``pure_python.serve``."""
     _counters: DataServerCounters = field(default_factory=DataServerCounters)
@@ -111,8 +109,6 @@ class ServerConnection:
     def __init__(self, stream: Stream, context: ServerContext) -> None:
         self.client = self.number = 0
         """The numbers of client and connection, after the handshake."""
-        self.holder = 0
-        """The holder that the peer has proven to be, or is about to."""
         self.uuid = b""
         """Of its segment, after the handshake."""
         self._stream = stream
@@ -240,18 +236,16 @@ class ServerConnection:
 
     def _check_proof(self, segment: Medium, hello: Hello, raw: bytes) -> None:
         """Verifies that the peer is the holder in its hello. Raises RefusedTransferError: it lacks
-        the holder's key or certificate, or the holder is rejected."""
+        the holder's key or certificate."""
         tls = self._context.tls
         if tls is not None and not tls.is_holder(self._stream.certificate, hello.holder):
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)  # or a renewed certificate
-        self.holder = hello.holder  # before the check: ``reject_holders`` reads it afterwards
         key = protocol.holder_key(segment.token, segment.uuid, hello.generation, hello.holder)
         nonce = secrets.token_bytes(protocol.NONCE_BYTES)
         proof = bytearray(protocol.PROOF_BYTES)
         self._stream.send([protocol.pack_status(TransferStatus.OK), nonce], self._next_deadline())
         self._stream.receive([memoryview(proof)], self._next_deadline())
-        is_proven = hmac.compare_digest(proof, protocol.prove(key, nonce, raw))
-        if not is_proven or hello.holder in self._context.rejected_holders:
+        if not hmac.compare_digest(proof, protocol.prove(key, nonce, raw)):
             raise RefusedTransferError(TransferStatus.DENIED)
 
     def _reply(self, status: TransferStatus) -> None:

@@ -160,18 +160,6 @@ class DataServer:
         _end(chosen)
         return len(chosen)
 
-    def reject_holders(self, holders: Iterable[int]) -> int:
-        """Rejects the proofs of these holders alone from now on, and closes their connections.
-        Returns how many."""
-        rejected = frozenset(holders)
-        if rejected == self._context.rejected_holders:
-            return 0
-        self._context.rejected_holders = rejected
-        chosen = [each for each in self._connections if each.holder in rejected]
-        for connection in chosen:
-            connection.close()
-        return len(chosen)
-
     def close_writers(self, writers: Iterable[tuple[int, int]]) -> int:
         """Closes the connections that may still carry bytes of abandoned puts. Returns how many,
         when none of them can access a segment any more.

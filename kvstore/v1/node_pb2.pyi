@@ -451,26 +451,18 @@ class MasterHeartbeat(_message.Message):
 
     NUMBER_FIELD_NUMBER: _builtins.int
     REPAIR_FIELD_NUMBER: _builtins.int
-    REJECTED_HOLDERS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     repair: _builtins.bool
     """Whether objects lack replicas: the node requests what to copy (`StartMoves`)."""
-    @_builtins.property
-    def rejected_holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Holders of recently revoked identities, whose data connections the node closes and refuses
-        until a heartbeat no longer names them.
-        """
-
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         repair: _builtins.bool = ...,
-        rejected_holders: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "rejected_holders", b"rejected_holders", "repair", b"repair"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "repair", b"repair"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

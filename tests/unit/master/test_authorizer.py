@@ -17,7 +17,7 @@ import pytest
 from kvstore import calls
 from kvstore.config import MasterConfig
 from kvstore.errors import PermissionDeniedError
-from kvstore.limits import REFUSED_HOLDERS_MAX, Key, Namespace
+from kvstore.limits import Key, Namespace
 from kvstore.master.authorizer import Authorizer, assign_client_number
 from kvstore.master.capabilities import MASTER
 from kvstore.master.service import MasterService
@@ -123,36 +123,6 @@ def test_a_holder_is_a_certificate() -> None:
     assert len(set(holders)) == len(holders)
     assert all(0 < holder < MASTER for holder in holders)
     assert holder_of(ENGINE._replace(number="0x0A:1b")) == holder_of(OTHER._replace(number="a1b"))
-
-
-@pytest.mark.usefixtures("files_at_once")
-def test_who_was_revoked_lately_is_told_to_nodes(
-    identities: Identities, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    identities.revoked_file.write_text("1\n")
-    monkeypatch.setattr("kvstore.master.times.PUT_DEADLINE_MS", 1_000)
-    gate = Authorizer(
-        MasterConfig(
-            auth=identities.file("master"), auth_revoked=str(identities.revoked_file),
-            lease_ms=1_000,
-        )
-    )  # fmt: skip
-    now = 100.0
-    monkeypatch.setattr("kvstore.security.revocation_list.uptime", lambda: now)
-    assert gate.rejected_holders() == [], "who was revoked before has nothing of this master"
-    identities.revoked_file.write_text("1\n0x0A\n")
-    now += 1
-    assert gate.rejected_holders() == [holder_of(ENGINE._replace(number="a"))]
-    identities.revoked_file.write_text("1\n0x0A\nB\n")
-    now += 1
-    a, b = (holder_of(ENGINE._replace(number=number)) for number in "ab")
-    assert gate.rejected_holders() == [a, b]
-    now += 1
-    assert gate.rejected_holders() == [b], "its capabilities have ended"
-    more = "".join(f"c{number}\n" for number in range(2_000))
-    identities.revoked_file.write_text(f"1\n0x0A\nB\n{more}")
-    now += 1
-    assert len(gate.rejected_holders()) == REFUSED_HOLDERS_MAX
 
 
 @pytest.mark.usefixtures("files_at_once")

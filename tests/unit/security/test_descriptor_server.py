@@ -167,17 +167,6 @@ def test_no_proof_no_descriptor(store: Store) -> None:
     until(lambda: (server.handed, server.refused) == (1, 6))
 
 
-def test_a_revoked_holder_gets_nothing_until_the_next_mount(store: Store) -> None:
-    server = store.serve()
-    os.close(store.fetch())
-    server.reject_holders([HOLDER + 1, HOLDER])
-    server.reject_holders([])  # its capabilities have ended by now, its key has not
-    assert store.why_not() == WHY[DescriptorStatus.DENIED]
-    store.segment.bump_generation()
-    server.reject_holders([])
-    os.close(store.fetch())
-
-
 def test_a_client_cannot_truncate(store: Store) -> None:
     if not store.serve()._shared.is_fixed:
         pytest.skip("this kernel has no Landlock that forbids truncation")

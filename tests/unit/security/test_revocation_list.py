@@ -21,7 +21,7 @@ def test_a_list_that_lacks_numbers_changes_nothing(tmp_path: Path) -> None:
     """A list that was emptied, or was cut on a full disk, let in a revoked identity."""
     path = tmp_path / "revoked"
     path.touch()
-    file = RevocationList(str(path), kept_s=60)
+    file = RevocationList(str(path))
     assert not has(file)
     path.write_text("1\n9c41f0aa52e3b817  # decode-7, 2026-11-26\n")
     assert has(file)

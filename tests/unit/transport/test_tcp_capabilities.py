@@ -343,22 +343,6 @@ def test_a_write_under_way_is_called_back(server: DataServer, segment: OwnedSegm
         assert asked(other, Op.READ, [(AT, 1)], [of(segment, Op.READ)]) is TransferStatus.OK
 
 
-def test_a_refused_holder_is_out(server: DataServer, segment: OwnedSegment) -> None:
-    with greeted(server, segment) as one, greeted(server, segment, 7) as other:
-        assert server.reject_holders([HOLDER, 12]) == 1
-        assert server.reject_holders([12, HOLDER]) == 0, "nothing new"
-        assert is_closed(one)
-        with connected(server) as sock:
-            hello = hello_of(segment)
-            sock.sendall(hello)
-            sock.sendall(protocol.prove(key_of(segment), nonce(sock), hello))
-            assert status(sock) is TransferStatus.DENIED
-        given = of(segment, Op.READ, holder=7)
-        assert asked(other, Op.READ, [(AT, 1)], [given]) is TransferStatus.OK
-    assert server.reject_holders([]) == 0
-    assert_serves(server, segment)
-
-
 @pytest.mark.parametrize("wrong", ["key", "nonce", "hello", "holder", "length"])
 def test_a_wrong_proof_is_denied(server: DataServer, segment: OwnedSegment, wrong: str) -> None:
     with connected(server) as sock:
