@@ -76,9 +76,6 @@ CONNECTIONS_MIN: Final = 1_024
 CONNECTION_BYTES: Final = {False: 128 << 10, True: 512 << 10}
 """Memory of a connection of gRPC and one of the lane (measured: 22 and 65 KiB); with TLS."""
 
-FULL_LOOK_S: Final = 1.0
-"""How often the master checks whether gRPC's port is full."""
-
 STOP_GRACE_S: Final = 1.0
 """Time that calls under way get when the process is asked to stop."""
 
@@ -178,9 +175,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
             running.append(
                 start_task("election", election.run(), died=broken, expected=ClusterMismatchError)
             )
-        own = descriptors.open_now() or 0  # before the first connection is accepted
         await master.rpc_servers.start()
-        running.append(start_task("connections", master.watch_grpc(own), died=broken))
         needed = master.access.background_tasks()
         running += [start_task("identity", each, died=broken) for each in needed]
         if config.tenants:
@@ -282,16 +277,14 @@ class _MasterProcess:
             repair=RepairRules(after_ms=times.REPAIR_AFTER_MS),
         )
         self._standby = Standby()
-        each, self._limited_by = _connection_limit_per_port(config)
+        each, limited_by = _connection_limit_per_port(config)
         self.access: Access = Authorizer(config) if config.auth else OpenAccess()
         self.rpc_servers = RpcServers(
             self._standby,
             access=self.access,
-            lane_settings=LaneSettings(connections_max=each, limited_by=self._limited_by),
+            lane_settings=LaneSettings(connections_max=each, limited_by=limited_by),
             grpc_connections_max=each,
         )
-        self._grpc_max = each
-        self._grpc_connections = 0
         self.endpoints: ListenAddresses
         self._service: MasterService | None = None
         self._stopping: set[asyncio.Task[None]] = set()
@@ -415,37 +408,6 @@ class _MasterProcess:
         if self._service is not None:  # else the next term begins with these
             self._service.set_tenants(rules, matcher)
 
-    async def watch_grpc(self, own: int) -> None:
-        """Logs when gRPC's port is full: gRPC closes further connections without a message.
-
-        ``own``: how many descriptors of this process are no connections of clients or nodes.
-        """
-        is_full = is_out = False
-        while True:
-            await asyncio.sleep(FULL_LOOK_S)
-            opened = descriptors.open_now()
-            if is_out != (opened is None):
-                is_out = opened is None
-                if is_out:
-                    log.warning("descriptors_used_up: of this process or of its host; no further "
-                                "clients and nodes can connect")  # fmt: skip
-                else:
-                    log.info("descriptors_free")
-            if opened is None:
-                continue
-            taken = opened - len(self.rpc_servers.lane.connections) - own
-            self._grpc_connections = max(0, taken)
-            if taken >= self._grpc_max and not is_full:
-                is_full = True
-                log.warning(
-                    "grpc_port_full connections=%d max=%d limited_by=%r: further clients and nodes "
-                    "are refused; idle ones are cut within a minute",
-                    taken, self._grpc_max, self._limited_by,
-                )  # fmt: skip
-            elif taken < self._grpc_max * 9 // 10 and is_full:
-                is_full = False
-                log.info("grpc_port_free connections=%d max=%d", taken, self._grpc_max)
-
     def role(self) -> dict[str, object]:
         """Whether this master leads, and if not, the leader's ``host:port``, as far as known; and
         whether it awaits its own memory."""
@@ -476,10 +438,7 @@ class _MasterProcess:
             "late_us": (late_us.counts, late_us.total),
             "eviction_age_ms": (age_ms.counts, age_ms.total),
             "reuse_ms": (reuse_ms.counts, reuse_ms.total),
-            "connections": {
-                "lane": len(rpc_servers.lane.connections),
-                "grpc": self._grpc_connections,
-            },
+            "connections": len(rpc_servers.lane.connections),
             **self.access.measures(),
             "files_refused": refused_files(),
             "counters": {
@@ -497,8 +456,8 @@ class _MasterProcess:
 
     def _counters(self) -> dict[str, int]:
         elections = {} if self._election is None else self._election.counters()
-        own = {"grpc_connections": self._grpc_connections, "refused": self.access.refused}
-        return {**self.rpc_servers.counters(), **own, **elections, **logs.counters()}
+        counted = self.rpc_servers.counters() | {"refused": self.access.refused}
+        return {**counted, **elections, **logs.counters()}
 
 
 def _policies_of(config: MasterConfig) -> dict[str, str]:

@@ -126,9 +126,7 @@ def _of_master(measured: Mapping[str, Any], scheme: str) -> dict[str, Rows]:
         "kvstore_master_call_seconds": {},
         "kvstore_master_step_seconds": {(): measured["step_us"]},
         "kvstore_master_event_loop_lag_seconds": {(): measured["late_us"]},
-        "kvstore_master_connections": {
-            (carrier,): count for carrier, count in measured["connections"].items()
-        },
+        "kvstore_master_connections": {(): measured["connections"]},
         **of_files("master", measured["files_refused"]),
         **of_identity("master", None if valid is None else valid[1]),
     }

@@ -30,7 +30,7 @@ MASTER: Final = (
     Family("kvstore_master_call_seconds", "histogram", ("call",), "Duration of calls in the master: decoding, processing, encoding, and waiting for space."),
     Family("kvstore_master_step_seconds", "histogram", (), "Duration of one step of the event loop: a call, or a slice of background work."),
     Family("kvstore_master_event_loop_lag_seconds", "histogram", (), "Delay of a timer that fires 20 times a second."),
-    Family("kvstore_master_connections", "gauge", ("protocol",), "Open connections of clients and nodes: lane, grpc."),
+    Family("kvstore_master_connections", "gauge", (), "Open connections of clients and nodes to the lane."),
     Family("kvstore_master_refused_total", "counter", (), "Connections and calls refused by authentication: no identity, a revoked one, or a missing permission."),
     Family("kvstore_master_auth_expiry_timestamp_seconds", "gauge", (), "Expiry of this master's certificate, in seconds since 1970; no row: no authentication."),
     Family("kvstore_master_file_refused", "gauge", ("setting",), "1 if what this process uses of the file that a setting names (auth, auth_revoked, tenants, http_cert) is not what the file says now: it cannot be used, lacks numbers of the revoked, or its disk hangs. The log says why (file_refused)."),

@@ -110,10 +110,7 @@ def unreachable_advice(masters: str, reasons: Iterable[str]) -> str:
             "with --master or KVSTORE_MASTER"
         )
     if CLOSED in reasons:
-        return (
-            "It may have no free connection (its log says grpc_port_full), end, or reject our "
-            "certificate"
-        )
+        return "It may have no free connection, end, or reject our certificate"
     if "connection timed out" in reasons:
         return (
             "Its host has vanished, or the network drops packets, perhaps only large ones: "

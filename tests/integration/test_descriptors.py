@@ -1,4 +1,4 @@
-"""Processes that have no descriptor left: they wait and say so, and go on once there are some."""
+"""Processes that have no descriptor left: they wait, and go on once there are some."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_server_without_descriptors_goes_on(cluster: Cluster, which: str) -> N
         stack.enter_context(no_descriptors(server.pid))
         if which == "master":
             os.kill(child, signal.SIGKILL)
-        until_s = time.monotonic() + 3.5  # the master looks at its descriptors once a second
+        until_s = time.monotonic() + 3.5
         number = 0
         while time.monotonic() < until_s:
             client.put(f"key-{number}", b"value")

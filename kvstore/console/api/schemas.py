@@ -98,7 +98,7 @@ class StatusResponse(Shape):
     address: str = Field(description="The master's host:port, as its own host reaches it.")
     at_ms: int = Field(description="Since 1970.")
     leads: bool
-    connections: dict[str, int]
+    connections: int = Field(description="Of clients and nodes, to the lane.")
     problems: list[Problem]
     leader_page: str = ""
     role: str = ""

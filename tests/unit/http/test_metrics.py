@@ -33,7 +33,7 @@ def measured(**changes: Any) -> dict[str, Any]:
         "version": "1", "cluster": "", "leads": True, "epoch": 7, "step_us": values,
         "late_us": values, "eviction_age_ms": values, "reuse_ms": values,
         "calls": {"Lookup": (3, 1, values)},
-        "connections": {"lane": 2, "grpc": 0}, "counters": {"connections_refused": 5},
+        "connections": 2, "counters": {"connections_refused": 5},
         "auth_valid": None, "open_files": 7, "files_refused": {},
     } | changes  # fmt: skip
 
