@@ -29,7 +29,7 @@ from kvstore.memory.medium import (
     should_discard,
     write_superblock,
 )
-from kvstore.memory.shared_descriptors import SharedDescriptors, lend
+from kvstore.memory.shared_descriptors import SharedDescriptors
 from kvstore.memory.shm_entries import (
     SHM_PREFIX,
     check_name,
@@ -182,7 +182,13 @@ class OwnedSegment(Medium):
         return self._fd if self.path.startswith(f"{SHM_DIRECTORY}/") else -1
 
     def share(self) -> SharedDescriptors:
-        return lend(self._fd)
+        path = f"/proc/self/fd/{self._fd}"  # lock and offset are not shared
+        to_read = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return SharedDescriptors(to_read, os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except BaseException:
+            os.close(to_read)
+            raise
 
     def huge_bytes(self) -> int:
         """The bytes in huge pages; 0 once closed. Slow: ``pages.huge_bytes``."""

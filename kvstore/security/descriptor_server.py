@@ -69,7 +69,7 @@ class DescriptorServer:
         except BaseException:
             self._shared.close()
             raise
-        log.info("descriptor_server_started socket=%s fixed=%s", self.name, self._shared.is_fixed)
+        log.info("descriptor_server_started socket=%s", self.name)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

