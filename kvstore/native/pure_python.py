@@ -42,7 +42,6 @@ from kvstore.runtime.tcp_protocol import (
     RefusedTransferError,
     TransferStatus,
 )
-from kvstore.security.tls_stream import NO_TLS, NeedsTlsError
 
 PIECE_BYTES: Final = 64 << 10
 """Copied, hashed, sent or received between checks of clock and generation. xxhash releases the GIL
@@ -445,16 +444,10 @@ def receive_status(stream: Stream, deadline: float) -> None:
 
     Raises:
         RefusedTransferError: the status is not OK.
-        NeedsTlsError: the server uses TLS, and this stream does not.
         StalledError, EndedError, OSError: as ``Stream.receive``.
     """
     raw = bytearray(protocol.STATUS_BYTES)
-    try:
-        stream.receive([memoryview(raw)], deadline)
-    except OSError:
-        if raw.startswith(NO_TLS):
-            raise NeedsTlsError from None
-        raise
+    stream.receive([memoryview(raw)], deadline)
     if (status := protocol.unpack_status(raw)) is not TransferStatus.OK:
         raise RefusedTransferError(status)
 

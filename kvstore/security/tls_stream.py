@@ -10,7 +10,6 @@ anyway.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import socket
@@ -26,10 +25,6 @@ RECORD_BYTES: Final = 16 << 10
 BUSY: Final = b"\x15\x03\x03\x00\x02\x02\x50"
 """The reply of a server that is too busy for a handshake: a fatal alert, ``internal_error``."""
 
-NO_TLS: Final = b"\x15\x03\x03\x00\x02\x02\x46"
-"""The reply of a server to a peer without TLS, to which ``ssl`` sends nothing: a fatal alert,
-``protocol_version``."""
-
 _PLAIN: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
 
 
@@ -44,10 +39,6 @@ class TlsError(ConnectionError):
         why = getattr(error, "verify_message", "") or error.reason or str(error)
         why = why.replace("_", " ").lower()
         super().__init__(errno.EBADMSG, "it does not speak TLS" if self.is_plain else why)
-
-
-class NeedsTlsError(ConnectionError):
-    """The peer uses TLS, and we do not."""
 
 
 class TlsStream(Stream):
@@ -101,11 +92,7 @@ class TlsStream(Stream):
         except ssl.SSLEOFError:
             raise ConnectionEndedError(0) from None
         except ssl.SSLError as error:
-            refused = TlsError(error)
-            if refused.is_plain and self._server_name is None:
-                with contextlib.suppress(OSError):
-                    socket.socket.send(self._sock, NO_TLS)
-            raise refused from None
+            raise TlsError(error) from None
 
     def receive(self, buffers: Sequence[memoryview], deadline: float) -> None:
         """As ``Stream.receive``; bytes of modified records are in no buffer.

@@ -43,7 +43,7 @@ from kvstore.runtime.tcp_protocol import (
     TransferStatus,
 )
 from kvstore.security.data_port_tls import ClientTls
-from kvstore.security.tls_stream import NeedsTlsError, TlsError
+from kvstore.security.tls_stream import TlsError
 from kvstore.transport.base import PIECE_BYTES
 from kvstore.transport.common import (
     RangeCopy,
@@ -365,17 +365,8 @@ class ClientConnection:
         quiesced = int(self._is_quiesced)
         if isinstance(error, TimeoutError) and uptime() >= deadline - LATE_S:
             return deadline_exceeded(segment, quiesced=quiesced)
-        if isinstance(error, NeedsTlsError):
-            return self._description_error(
-                "requires TLS on its data port",
-                "again with --data-encryption tls: give this client an identity (--auth FILE, "
-                "KVSTORE_AUTH) and try again",
-            )
         if isinstance(error, TlsError) and error.is_plain:
-            return self._description_error(
-                "does not speak TLS on its data port",
-                "again without --data-encryption tls: start it with that",
-            )
+            return self._protocol_error("does not speak TLS on its data port")
         if isinstance(error, TlsError):
             return PermissionDeniedError(
                 f"{where} and this client do not accept each other's identity: {error.strerror}",
@@ -407,12 +398,6 @@ class ClientConnection:
 
     def _protocol_error(self, what: str) -> NodeUnreachableError:
         return self._unreachable(what, "Run the same release on all hosts, and check the address.")
-
-    def _description_error(self, what: str, advice: str) -> NodeUnreachableError:
-        return self._unreachable(
-            f"{what}, unlike the description of its master",
-            f"Another process has its address, or it was started {advice}.",
-        )
 
     def _failed(self, error: OSError) -> str:
         """Return what the node did, as the end of a sentence."""

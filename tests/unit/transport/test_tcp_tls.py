@@ -35,7 +35,7 @@ from kvstore.security.certificates import CertificateRequest
 from kvstore.security.credentials import NODE_NAME
 from kvstore.security.data_port_tls import ClientTls
 from kvstore.security.identity import identity_of
-from kvstore.security.tls_stream import NO_TLS, TlsStream
+from kvstore.security.tls_stream import TlsStream
 from kvstore.transport.common import RangeCopy
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_server import DataServer
@@ -129,17 +129,16 @@ def test_a_client_without_tls_gets_nothing(
 ) -> None:
     with (
         transport(ends.client()) as way,
-        pytest.raises(NodeUnreachableError, match="requires TLS on its data port") as caught,
+        pytest.raises(NodeUnreachableError, match=r"(ended|broke) the tcp connection"),
     ):
         read(way, described(segment, server.port, encrypts=False))
-    assert "KVSTORE_AUTH" in caught.value.advice
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         sock.sendall(pack_hello(Hello(segment.uuid, segment.token, segment.generation)))
         heard = b""
         with contextlib.suppress(ConnectionResetError):
             while some := sock.recv(100):
                 heard += some
-        assert heard == NO_TLS
+        assert not heard
     assert server.counters().refused_hellos == 2
     assert server.counters().reads == 0
     assert_serves(server, segment, ends)
@@ -354,7 +353,7 @@ def test_no_secret_is_told_to_a_server_without_tls(
         pytest.raises(NodeUnreachableError, match="does not speak TLS on its data port") as caught,
     ):
         write(way, described(segment, port), b"secret")
-    assert "--data-encryption tls" in caught.value.advice
+    assert "check the address" in caught.value.advice
     assert heard[:2] == b"\x16\x03"
     assert segment.token not in heard
     assert segment.uuid not in heard
