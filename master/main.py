@@ -36,7 +36,7 @@ from kvstore.master.ipc_channel import Answers, MasterChannel
 from kvstore.master.lane_server import LaneSettings
 from kvstore.master.open_access import OpenAccess
 from kvstore.master.peer_masters import PeerMasters
-from kvstore.master.request_recorder import RequestRecorder, TraceFile, TraceSink
+from kvstore.master.request_recorder import RequestRecorder, TraceFile
 from kvstore.master.rpc_servers import ListenAddresses, RpcServers
 from kvstore.master.service import MasterService, Standby, clock_ms
 from kvstore.master.state.liveness import LivenessRules
@@ -45,7 +45,6 @@ from kvstore.master.state.repair_queue import RepairRules
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.superseded_epochs import SupersededEpochs
 from kvstore.master.tenants_file import TenantsFileWatcher
-from kvstore.master.what_if import WhatIfProcess
 from kvstore.memory import cgroup
 from kvstore.runtime import descriptors, logs, sd_notify, tasks
 from kvstore.runtime.addresses import EtcdPlace, join_address, split_address
@@ -296,11 +295,10 @@ class _MasterProcess:
         self.notices = ClusterEventLog(wall_clock_ms)
         self._reach = ConnectivityProbe(self.access.node_tls)
         self._tenants = TenantsFileWatcher(config.tenants) if config.tenants else None
-        self._what_if = WhatIfProcess(_policies_of(config), self._pool_bytes)
-        sinks: list[TraceSink] = [self._what_if] if config.what_if else []
+        self._recorder: RequestRecorder | None = None
         if config.record:
-            sinks.append(TraceFile(Path(config.record), config.record_bytes))
-        self._recorders = [RequestRecorder(sink) for sink in sinks]
+            file = TraceFile(Path(config.record), config.record_bytes)
+            self._recorder = RequestRecorder(file)
 
     async def bind(self) -> None:
         config = self._config
@@ -332,7 +330,7 @@ class _MasterProcess:
             tenants=None if self._tenants is None else self._tenants.rules,
         )
         service = self._service = MasterService(
-            state, access=self.access, recorders=self._recorders, died=self._died
+            state, access=self.access, recorder=self._recorder, died=self._died
         )
         service.leads_until = until
         if self._address:
@@ -340,7 +338,6 @@ class _MasterProcess:
         if self._election is not None:
             service.peers = self._election.peers
         service.counters_elsewhere = self._counters
-        service.what_if = self._what_if.estimates
         service.on_superseded = self._supersede_epoch
         service.noticed = self.notices.add
         service.reach = self._reach
@@ -396,8 +393,8 @@ class _MasterProcess:
         if self._service is not None:
             await self._service.stop()
         await self.rpc_servers.stop(STOP_GRACE_S)
-        for recorder in self._recorders:
-            await asyncio.to_thread(recorder.close)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
 
     async def follow_tenants(self) -> None:
         """Follows the file of tenants, if there is one."""
@@ -451,19 +448,10 @@ class _MasterProcess:
             },
         }
 
-    def _pool_bytes(self) -> int:
-        return 0 if self._service is None else self._service.state.pool.capacity
-
     def _counters(self) -> dict[str, int]:
         elections = {} if self._election is None else self._election.counters()
         counted = self.rpc_servers.counters() | {"refused": self.access.refused}
         return {**counted, **elections, **logs.counters()}
-
-
-def _policies_of(config: MasterConfig) -> dict[str, str]:
-    """Return the paths of the policies of a what-if by name, the configured one first."""
-    names = dict.fromkeys([config.eviction, "density", "lru"])
-    return {name: EVICTION_POLICIES[name] for name in names}
 
 
 def wall_clock_ms() -> int:

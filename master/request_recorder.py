@@ -1,5 +1,4 @@
-"""Records matches, puts and hints: hashes, sizes and times, as a trace for ``kvstore plan`` or for
-the live what-if.
+"""Records matches, puts and hints: hashes, sizes and times, as a trace for ``kvstore plan``.
 
 The loop only queues a request; a thread formats and writes. What cannot be written is counted, and
 delays nobody.
@@ -13,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from kvstore import calls
 from kvstore.errors import StartupError
@@ -47,18 +46,6 @@ class _Row(NamedTuple):
     parent: Key | None = None
     """Of a put; empty: it has none."""
     hints: _Hints | None = None
-    found: int = 0
-    """Blocks of a match that were found."""
-
-
-class TraceSink(Protocol):
-    """Where the thread of a recorder writes."""
-
-    def write(self, lines: Sequence[bytes]) -> None:
-        """Raises OSError."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class TraceFile:
@@ -77,6 +64,7 @@ class TraceFile:
             ) from None
 
     def write(self, lines: Sequence[bytes]) -> None:
+        """Raises OSError."""
         for line in lines:
             if self._file.tell() + len(line) > self._bytes_max // 2:
                 self._file.close()
@@ -90,10 +78,10 @@ class TraceFile:
 
 
 class RequestRecorder:
-    """Writes requests into a sink. ``_on_…`` are called by the loop."""
+    """Writes requests into a file. ``_on_…`` are called by the loop."""
 
-    def __init__(self, sink: TraceSink) -> None:
-        self._sink = sink
+    def __init__(self, file: TraceFile) -> None:
+        self._file = file
         self._queue: deque[_Row] = deque()
         self._sizes: dict[Namespace, int] = {}
         """Memory of the last block put, by namespace."""
@@ -101,7 +89,7 @@ class RequestRecorder:
         """The last granted key, by the last token."""
         self._closing = threading.Event()
         self.dropped = 0
-        """Requests that were not written: a full queue, or a sink that refuses."""
+        """Requests that were not written: a full queue, or a file that cannot be written."""
         self._thread = start_thread("record", self._write_forever)
 
     def wrap(self, steps: Steps) -> Steps:
@@ -131,7 +119,7 @@ class RequestRecorder:
         size = self._sizes.get(request.namespaces[0], 0)
         # A reply that comes later, when inventories have been loaded, counts as a miss.
         matched = reply.matches[0].matched if isinstance(reply, calls.MatchPrefixReply) else 0
-        self._add(_Row(now_ms, request.namespaces, request.keys, size, found=matched))
+        self._add(_Row(now_ms, request.namespaces, request.keys, size))
         if request.hint and matched:
             hint = (request.keys[matched - 1], request.hint, request.retain_ms)
             self._add(_Row(now_ms, request.namespaces, hints=[hint]))
@@ -164,7 +152,7 @@ class RequestRecorder:
             self._queue.append(row)
 
     def close(self) -> None:
-        """Write what is queued, and close the sink."""
+        """Write what is queued, and close the file."""
         self._closing.set()
         self._thread.join(5)
 
@@ -173,14 +161,14 @@ class RequestRecorder:
         while not self._closing.wait(FLUSH_S) or self._queue:
             lines = [_line(self._queue.popleft()) for _ in range(len(self._queue))]
             try:
-                self._sink.write(lines)
+                self._file.write(lines)
                 has_failed = False
             except OSError as error:
                 self.dropped += len(lines)
                 if not has_failed:
                     log.warning("record_failed error=%r", error)
                 has_failed = True
-        self._sink.close()
+        self._file.close()
 
 
 def _line(row: _Row) -> bytes:
@@ -190,7 +178,7 @@ def _line(row: _Row) -> bytes:
     else:
         fields["k"] = [_name(key) for key in row.keys]
         if row.parent is None:
-            fields |= {"z": row.size, "f": row.found}
+            fields["z"] = row.size
         else:
             fields["p"] = _name(row.parent)
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"

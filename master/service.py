@@ -135,18 +135,18 @@ class MasterService:
         clock: Callable[[], int] = clock_ms,
         *,
         access: Access | None = None,
-        recorders: Sequence[RequestRecorder] = (),
+        recorder: RequestRecorder | None = None,
         died: Died = lambda error: None,
     ) -> None:
         """
         Args:
             access: authorizes the calls; by default all are allowed.
-            recorders: get the matches, puts and hints.
+            recorder: gets the matches, puts and hints.
             died: called once if this service cannot go on; see the module.
         """
         self._access = access or OpenAccess()
         self._steps = self._access.authorized_steps(state)
-        for recorder in recorders:
+        if recorder is not None:
             self._steps = recorder.wrap(self._steps)
         self.state = state
         self._traffic = state.traffic
@@ -163,8 +163,6 @@ class MasterService:
         """The address that this master advertises; part of the status."""
         self.peers: PeerMasters | None = None
         """The other masters of its etcd; part of the status."""
-        self.what_if: Callable[[], list[calls.WhatIfEstimate]] = list
-        """Part of the status."""
         self.leads_until = math.inf
         """The service may act only before this value of ``uptime()``."""
         self.on_superseded: Callable[[int], None] = lambda epoch: None
@@ -284,9 +282,7 @@ class MasterService:
             self._check_time(ended)
         if isinstance(answer, calls.ClusterStatus):
             counters = self._counters(answer.counters)
-            answer = answer._replace(
-                counters=counters, role=self.role, leader=self.address, what_if=self.what_if()
-            )
+            answer = answer._replace(counters=counters, role=self.role, leader=self.address)
             if self.peers is not None:
                 answer = answer._replace(
                     standbys=sorted(self.peers.running), lost_masters=list(self.peers.lost)

@@ -190,16 +190,6 @@ class TenantStatus(NamedTuple):
     """0: no limit."""
 
 
-class WhatIfEstimate(NamedTuple):
-    """What a pool of another size, or another policy, would have found."""
-
-    policy: str
-    memory: int
-    """Bytes."""
-    found_ppm: int
-    """Blocks found, of a million asked for."""
-
-
 class Counter(NamedTuple):
     name: str
     value: int
@@ -229,8 +219,6 @@ class ClusterStatus(NamedTuple):
     """Addresses of the other masters that announce themselves in etcd."""
     lost_masters: Sequence[str] = ()
     """Addresses of those that ended without stopping and were not replaced."""
-    what_if: Sequence[WhatIfEstimate] = ()
-    """Empty: not asked for (``kvstore-master --what-if``), or not known yet."""
 
     @property
     def size(self) -> int:

@@ -57,8 +57,7 @@ PROGRAMS: Final = {
 SECTIONS: Final = {
     "Start a store": ("quickstart", *PROGRAMS, "as-mooncake"),
     "Objects": ("put", "get", "ls", "stat", "rm", "clear", "pin", "unpin"),
-    "Inspect": ("status", "why", "doctor", "bench", "plan", "size",
-                "what-if"),
+    "Inspect": ("status", "why", "doctor", "bench", "plan", "size"),
     "Administer": ("drain", "archive", "clean", "auth"),
 }  # fmt: skip
 """Groups of commands in the help."""
@@ -75,7 +74,6 @@ LATE: Final = {
     "SGLang and Python.",
     "plan": "Show what more memory, another eviction policy or hints would bring, from a trace.",
     "size": "Show what a model and its load need: memory, network, the master.",
-    "what-if": "Show what other sizes of the pool, or another eviction policy, would find.",
 }
 """Summaries of the commands that are imported on demand."""
 

@@ -187,12 +187,6 @@ class MasterConfig(HttpConfig):
         ge=1 << 20,
         description="Bytes that --record keeps: half of them in FILE, the older ones in FILE.1.",
     )
-    what_if: bool = Field(
-        default=False,
-        description="Whether a child process (50 MiB) estimates from a sample of the requests what "
-        "other sizes of the pool and other policies would find: kvstore what-if, dashboard, "
-        "metrics.",
-    )
     tenants: File = Field(
         default="",
         description="File (TOML) with tenants: patterns of namespaces, guarantees and limits. "

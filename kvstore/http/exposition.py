@@ -181,9 +181,6 @@ def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, R
         },
         "kvstore_eviction_age_seconds": {(): measured["eviction_age_ms"]},
         "kvstore_reuse_seconds": {(): measured["reuse_ms"]},
-        "kvstore_what_if_hit_ratio": {
-            (row.policy, str(row.memory)): row.found_ppm / 1e6 for row in status.what_if
-        },
         "kvstore_namespaces": {(): len(status.namespaces)},
         "kvstore_namespace_objects": {(row.name,): row.objects for row in largest},
         "kvstore_namespace_bytes": {(row.name,): row.size for row in largest},

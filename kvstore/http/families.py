@@ -104,7 +104,6 @@ STORE: Final = (
     Family("kvstore_evicted_bytes_total", "counter", (), "Bytes of these objects."),
     Family("kvstore_hints_total", "counter", ("action", "outcome"), "Hints of clients: retain, release, demote, prefetch. clipped: retained for a shorter time than requested; missing: no such object; ignored: other chains continue it, or there is nothing to do."),
     Family("kvstore_hinted_found_total", "counter", ("hint",), "Objects found by their next use: retained ones, and released ones, whose hint was wrong."),
-    Family("kvstore_what_if_hit_ratio", "gauge", ("policy", "memory"), "With --what-if: estimated part of the requested blocks that a pool of that many bytes would find under that policy."),
     Family("kvstore_retained_unused_total", "counter", (), "Objects of retained chains that expired or were evicted without a use."),
     Family("kvstore_eviction_age_seconds", "histogram", (), "Idle time of objects at their eviction: later reuse misses.", 1e-3),
     Family("kvstore_reuse_seconds", "histogram", (), "Idle time of objects when a call found and leased them. Of a matched chain the last block counts.", 1e-3),

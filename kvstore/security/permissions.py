@@ -215,7 +215,6 @@ def visible_status(who: Identity, status: calls.ClusterStatus) -> calls.ClusterS
     nodes = [node._replace(stored_bytes=0, read_bytes=0, written_bytes=0) for node in status.nodes]
     return status._replace(
         nodes=nodes, namespaces=mine, tenants=tenants, counters=(), departed=(), lost_masters=(),
-        what_if=(),
     )  # fmt: skip
 
 

@@ -414,35 +414,6 @@ class TenantStatus(_message.Message):
 Global___TenantStatus: _TypeAlias = TenantStatus  # noqa: Y015
 
 @_typing.final
-class WhatIfEstimate(_message.Message):
-    """What a pool of another size, or another policy, would have found."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POLICY_FIELD_NUMBER: _builtins.int
-    MEMORY_FIELD_NUMBER: _builtins.int
-    FOUND_PPM_FIELD_NUMBER: _builtins.int
-    policy: _builtins.str
-    memory: _builtins.int
-    """Bytes."""
-    found_ppm: _builtins.int
-    """Blocks found, of a million asked for."""
-    def __init__(
-        self,
-        *,
-        policy: _builtins.str = ...,
-        memory: _builtins.int = ...,
-        found_ppm: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["found_ppm", b"found_ppm", "memory", b"memory", "policy", b"policy"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WhatIfEstimate: _TypeAlias = WhatIfEstimate  # noqa: Y015
-
-@_typing.final
 class Counter(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -482,7 +453,6 @@ class ClusterStatus(_message.Message):
     TENANTS_FIELD_NUMBER: _builtins.int
     STANDBYS_FIELD_NUMBER: _builtins.int
     LOST_MASTERS_FIELD_NUMBER: _builtins.int
-    WHAT_IF_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     version: _builtins.str
     uptime_ms: _builtins.int
@@ -516,10 +486,6 @@ class ClusterStatus(_message.Message):
     def lost_masters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Addresses of those that ended without stopping and were not replaced."""
 
-    @_builtins.property
-    def what_if(self) -> _containers.RepeatedCompositeFieldContainer[Global___WhatIfEstimate]:
-        """Empty: not asked for (`kvstore-master --what-if`), or not known yet."""
-
     def __init__(
         self,
         *,
@@ -537,11 +503,10 @@ class ClusterStatus(_message.Message):
         tenants: _abc.Iterable[Global___TenantStatus] | None = ...,
         standbys: _abc.Iterable[_builtins.str] | None = ...,
         lost_masters: _abc.Iterable[_builtins.str] | None = ...,
-        what_if: _abc.Iterable[Global___WhatIfEstimate] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "counters", b"counters", "departed", b"departed", "epoch", b"epoch", "leader", b"leader", "lost_masters", b"lost_masters", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "nodes", b"nodes", "role", b"role", "standbys", b"standbys", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version", "what_if", b"what_if"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "counters", b"counters", "departed", b"departed", "epoch", b"epoch", "leader", b"leader", "lost_masters", b"lost_masters", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "nodes", b"nodes", "role", b"role", "standbys", b"standbys", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

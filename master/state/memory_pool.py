@@ -57,8 +57,6 @@ class MemoryPool:
         segment has its candidates until they are swept."""
         self.capacity_max = 0
         """Capacity of the largest living segment."""
-        self.capacity = 0
-        """Capacity of all living segments."""
         self._turnover = TurnoverClock()
         """That of a pool without tenants."""
         self._turnover_step = 1
@@ -388,8 +386,7 @@ class MemoryPool:
     def _capacity_changed(self) -> None:
         capacities = [segment.capacity for segment in self.segments.values()]
         self.capacity_max = max(capacities, default=0)
-        self.capacity = sum(capacities)
-        self._turnover_step = max(1, self.capacity // turnover.STEPS)
+        self._turnover_step = max(1, sum(capacities) // turnover.STEPS)
 
     def unmount(self, segment: MountedSegment) -> None:
         """Removes a dead segment at once. ``sweep_dead`` then deletes the records in slices."""

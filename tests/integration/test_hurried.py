@@ -54,7 +54,6 @@ ROWS: Final = {
     "stat": Row([KEY, *HERE], shows=(KEY, SPACE, NODE)),
     "status": Row([], shows=(NODE, SPACE)),
     "unpin": Row([KEY, *HERE]),
-    "what-if": Row([], (1,), ("--what-if",)),
     "why": Row([SPACE], (0, 1), (SPACE,)),
 }
 

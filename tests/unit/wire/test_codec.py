@@ -51,7 +51,7 @@ def test_a_bound_is_kept_by_who_decodes(epoch: int, fits: bool) -> None:
 
 def test_rows_are_bounded_where_a_field_says_so() -> None:
     many = [calls.NamespaceStatus(f"n{number}", 1, 2) for number in range(20_000)]
-    status = calls.ClusterStatus(1, "v", 2, [], many, [], departed=[], tenants=[], what_if=[])
+    status = calls.ClusterStatus(1, "v", 2, [], many, [], departed=[], tenants=[])
     data = encoder(calls.ClusterStatus, admin_pb2.ClusterStatus)(status)
     assert decoder(calls.ClusterStatus, admin_pb2.ClusterStatus)(data) == status
     data = client_pb2.MatchPrefixRequest(namespaces=["n"] * 20_000).SerializeToString()

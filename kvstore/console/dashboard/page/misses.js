@@ -9,8 +9,6 @@ const ago = (ms) => `${time(ms / 1000)} ago`;
 
 function showMisses() {
   showSpaces($("why-of"), traffic ? traffic.namespaces.map((row) => row.name) : []);
-  $("what-if").hidden = !status.what_if.length;
-  table($("what-if-rows"), status.what_if.map((row) => [[bytes(row.memory), "number"], [row.policy], [percent(row.found_ppm / 1e6), "number"]]));
 }
 
 // --- why -----------------------------------------------------------------------------------------
