@@ -45,7 +45,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check check-style check-mypy check-pyright imports demo demo-vllm demo-hints demo-disk bench bench-engines bench-vllm proto reference constraints clean clean-all
+.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check check-style check-mypy check-pyright imports demo demo-vllm demo-hints demo-disk bench bench-vllm proto reference constraints clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -134,10 +134,6 @@ demo: $(VENV)/.demo ## Watch one process reuse the KV cache that another compute
 
 bench: $(VENV)/.bench ## Measure this store and others in turn, into docs/benchmarks (ARGS='--table redis')
 	$(BIN)/python -m bench --out docs/benchmarks $(ARGS)
-
-bench-engines: $(ENGINE_VENV)lmcache/.ready $(ENGINE_VENV)sglang/.ready $(VENV)/.bench ## The same behind LMCache and behind SGLang's HiCache
-	$(ENGINE_VENV)lmcache/bin/python -m bench --table lmcache --out docs/benchmarks $(ARGS)
-	$(ENGINE_VENV)sglang/bin/python -m bench --table hicache --out docs/benchmarks $(ARGS)
 
 bench-vllm: $(VENV)/.vllm $(VENV)/.bench ## The same of vLLM without a store, with this one, with its own on Mooncake
 	$(BIN)/python -m bench --table vllm --out docs/benchmarks $(ARGS)

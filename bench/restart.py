@@ -1,12 +1,11 @@
 """The command ``python -m bench.restart``: what stores find on their disks after they were killed.
 
 Each store gets objects of three times its memory. Then its storage process is killed, its memory is
-removed, and it starts again; for LMCache, which runs in an engine, the backend does.
+removed, and it starts again.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -34,7 +33,7 @@ PATIENCE_SECONDS: Final = 30.0
 
 class Store(NamedTuple):
     address: str
-    start: Callable[[], Program | None]
+    start: Callable[[], Program]
     """Starts what is killed, and returns when it listens."""
 
 
@@ -53,16 +52,10 @@ def _mooncake(children: Children, directory: Path) -> Store:
     return Store(f"{mooncake.HOST}:{port} {directory}", start)
 
 
-def _lmcache(children: Children, directory: Path) -> Store:
-    del children
-    return Store(str(directory), lambda: None)
-
-
 STORES: Final = {
     "kvstore": (_kvstore, "kvstore.bench.kvstore_driver:KVStoreDriver", 0),
     "Mooncake": (_mooncake, "bench.mooncake:OffloadDriver", 0),
     "Mooncake, after 15 s": (_mooncake, "bench.mooncake:OffloadDriver", 15),
-    "LMCache": (_lmcache, "bench.lmcache:LocalDiskDriver", 0),
 }
 
 
@@ -84,8 +77,7 @@ def measure(name: str) -> Outcome:
         client = open_driver(settings)
         _put(client)
         client.close()
-        if killed is not None:
-            children.kill(killed)
+        children.kill(killed)
         time.sleep(pause)
         begin = time.perf_counter()
         store.start()
@@ -119,8 +111,6 @@ def _first(client: StoreDriver, begin: float) -> float:
 def main(rounds: int) -> None:
     """Kill stores with disks, start them again, and count what they find."""
     for name in STORES:
-        if name == "LMCache" and importlib.util.find_spec("lmcache") is None:
-            continue
         for _ in range(rounds):
             first, older, found = measure(name)
             click.echo(f"{name}: {first:.1f} s to the first get; found {older:.0%} of what was on"

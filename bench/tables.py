@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,11 +22,6 @@ from kvstore.bench.session import (
     PUT,
     PUT_FULL,
 )  # fmt: skip
-
-DROP_IN: Final = "drop-in"
-NATIVE: Final = "native"
-NATIVE_SHM: Final = "native, shm"
-"""Modes behind HiCache: the class that runs on kvstore. On Mooncake SGLang's own class runs."""
 
 VERIFIED = (
     "Ours writes a checked header and an xxh3 checksum of the payload with each put, and verifies"
@@ -49,11 +43,6 @@ REMEMBERED = (
     "Not the same work: ours makes no call to the master while the lease lives (1 s here), and"
     " copies and verifies; Mooncake's client keeps no placements, so each get asks its storage"
     " process."
-)
-BEHIND_LMCACHE = "LMCache's connector asks for one key after the other; ours leases what it finds."
-OVER_TCP = (
-    "Not the same path: LMCache has no way to Mooncake's shared-memory client, so Mooncake's bytes"
-    " travel by TCP."
 )
 BY_SOCKET = (
     "`shm`: ours through shared memory, Redis through its Unix socket. `tcp`: both through TCP."
@@ -78,9 +67,7 @@ BARE = (
 )
 OFFLOADED = (
     "Mooncake writes at eviction (`--offload_on_evict`), and is asked for it each second; its files"
-    " are not in the page cache when they are read, nor verified. LMCache's `LocalDiskBackend` runs"
-    " in the client, with O_DIRECT and 16 threads, and is read into LMCache's own memory; it"
-    " verifies nothing, either."
+    " are not in the page cache when they are read, nor verified."
 )
 WRITTEN = (
     "In both, another client puts 500 MB/s through 4 GiB of memory, which is full. With the disk,"
@@ -127,32 +114,6 @@ ROWS: Final[tuple[ComparisonCase, ...]] = (
     *_pair(TCP, 4 * KIB, 64, (2, 2)),
     *_pair(SHM, 4 * KIB, 64, (1.2, 1.2)),
 )
-
-LMCACHE_ROWS: Final = tuple(
-    ComparisonCase(op=op, mode=mode, size=size, batch=64, notes=notes)
-    for mode in MODES
-    for op, size, notes in (
-        (EXIST, 0, (BEHIND_LMCACHE,)),
-        *(
-            (op, size, (VERIFIED, OVER_TCP) if mode == SHM else (VERIFIED,))
-            for size in (64 * KIB, MIB)
-            for op in (PUT, GET)
-        ),
-    )
-)
-
-HICACHE_ROWS: Final = tuple(
-    ComparisonCase(op=op, mode=mode, size=size, batch=64, notes=(note,))
-    for mode, note in (
-        (DROP_IN, "SGLang's MooncakeStore on both sides, over TCP: on kvstore's mooncake.store and"
-                  " on Mooncake's."),
-        (NATIVE, "KVStoreHiCache, over TCP, beside SGLang's MooncakeStore on Mooncake."),
-        (NATIVE_SHM, "KVStoreHiCache as it runs by default on the node's host: shared memory."
-                     " Not the same path: SGLang's MooncakeStore, over TCP here, shares memory only"
-                     " with a pool of Mooncake's own allocator."),
-    )
-    for op, size in ((PUT, 64 * KIB), (GET, 64 * KIB), (PUT, MIB), (GET, MIB), (EXIST, 0))
-)  # fmt: skip
 
 REDIS_ROWS: Final = tuple(
     ComparisonCase(op=op, mode=mode, size=size, batch=batch, notes=(BY_SOCKET, note))
@@ -240,23 +201,9 @@ def _mooncake_on_disk(pool_bytes: int) -> Iterator[Servers]:
 
 
 @contextlib.contextmanager
-def _directory(pool_bytes: int) -> Iterator[Servers]:
-    del pool_bytes
-    with Children() as children:
-        yield Servers({"tcp": str(disk.empty_directory(children))}, {})
-
-
-@contextlib.contextmanager
 def _mooncake(pool_bytes: int) -> Iterator[Servers]:
     with Children() as children:
         yield mooncake.start(children, pool_bytes)
-
-
-@contextlib.contextmanager
-def _mooncake_by_tcp(pool_bytes: int) -> Iterator[Servers]:
-    """Start Mooncake for clients behind an engine, which cannot use its shared-memory client."""
-    with _mooncake(pool_bytes) as servers:
-        yield Servers({TCP: servers.address()}, servers.pids)
 
 
 @contextlib.contextmanager
@@ -273,12 +220,6 @@ def _redis(pool_bytes: int) -> Iterator[Servers]:
         yield redis.start(children)
 
 
-def _missing(module: str) -> str | None:
-    if importlib.util.find_spec(module) is not None:
-        return mooncake.missing()
-    return f"{module} is missing; make bench-engines uses environments that have it"
-
-
 OURS: Final = "kvstore"
 MOONCAKE: Final = "Mooncake"
 PACKAGES: Final = ("numpy", "grpcio", "xxhash")
@@ -290,18 +231,6 @@ def _beside_mooncake(name: str, title: str, rows: tuple[ComparisonCase, ...]) ->
     return Table(
         name=name, title=title, rows=rows, systems=BESIDE_MOONCAKE,
         packages=(mooncake.PACKAGE, *PACKAGES), missing=mooncake.missing,
-    )  # fmt: skip
-
-
-def _behind(engine: str, package: str, title: str, rows: tuple[ComparisonCase, ...]) -> Table:
-    driver = f"bench.{engine}:Driver"
-    return Table(
-        name=engine, title=title, rows=rows, missing=lambda: _missing(package),
-        packages=(mooncake.PACKAGE, package, "torch", *PACKAGES),
-        systems={
-            OURS: System(own_store, driver, {"on_mooncake": False}),
-            MOONCAKE: System(_mooncake_by_tcp, driver, {"on_mooncake": True}),
-        },
     )  # fmt: skip
 
 
@@ -328,10 +257,8 @@ TABLES: Final = {
                 OURS: System(_store_on_disk, STORE.driver),
                 "bare file": System(disk.bare_file, "bench.disk:BareFileDriver"),
                 MOONCAKE: System(_mooncake_on_disk, "bench.mooncake:OffloadDriver"),
-                **({"LMCache": System(_directory, "bench.lmcache:LocalDiskDriver")}
-                   if importlib.util.find_spec("lmcache") else {}),
             },
-            packages=(mooncake.PACKAGE, "lmcache", *PACKAGES), pool_bytes=1024 * MIB,
+            packages=(mooncake.PACKAGE, *PACKAGES), pool_bytes=1024 * MIB,
             missing=mooncake.missing,
         ),
         Table(
@@ -346,10 +273,6 @@ TABLES: Final = {
             name="redis", title="Side by side with Redis", rows=REDIS_ROWS,
             systems={OURS: STORE, "Redis": System(_redis, "bench.redis:RedisDriver")},
             packages=(*redis.PACKAGES, *PACKAGES), missing=redis.missing,
-        ),
-        _behind("lmcache", "lmcache", "Behind LMCache, beside Mooncake Store", LMCACHE_ROWS),
-        _behind(
-            "hicache", "sglang", "Behind SGLang's HiCache, beside Mooncake Store", HICACHE_ROWS
         ),
         Table(
             name="vllm", title="vLLM with this store, with Mooncake Store, and without a store",
