@@ -1,10 +1,7 @@
-"""Disks: the limit for gets from them, and calls while one is written.
+"""Disks: the limit for gets from them.
 
 The limit is a file without any store: 16 threads read extents of the size of an object straight
 into the caller's memory, without the page cache. Nothing is looked up, leased or verified.
-
-``python -m bench.disk ADDRESS`` is the other client of ``LoadedDriver``. It begins at a byte of its
-standard input, and pauses at the next one.
 """
 
 from __future__ import annotations
@@ -12,10 +9,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import select
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,19 +16,13 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.bench.kvstore_driver import KVStoreDriver
 from kvstore.bench.processes import Children, Servers
-from kvstore.bench.session import BATCH, GET, PUT, StoreDriver, Work
+from kvstore.bench.session import GET, PUT, StoreDriver, Work
 from kvstore.bench.timing import fill_randomly, require
 from kvstore.memory.disk_file import THREADS
-from kvstore.runtime import interpreter
 
 DISK_PARTS: Final = 4
 """Size of the disk, in sizes of the pool."""
-LOAD_BYTES: Final = 500_000_000
-"""Bytes a second that ``LoadedDriver``'s other client puts."""
-LOAD_SIZE: Final = 1 << 20
-"""Bytes of each of its objects."""
 
 
 @contextlib.contextmanager
@@ -103,66 +90,3 @@ class BareFileDriver(StoreDriver):
     def close(self) -> None:
         self._threads.shutdown()
         os.close(self._fd)
-
-
-class LoadedDriver(KVStoreDriver):
-    """Makes the calls while another client puts ``LOAD_BYTES`` a second into a full memory."""
-
-    def __init__(self, address: str, mode: str, memory_bytes: int) -> None:
-        super().__init__(address, mode, memory_bytes)
-        command = interpreter.command("-m", "bench.disk", address)
-        self._load = subprocess.Popen(
-            command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        self._is_loaded = False
-
-    def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
-        if not self._is_loaded:
-            self._switch()
-        return super().work(op, batches, size)
-
-    def remove(self, keys: Sequence[str]) -> None:
-        self._switch()
-        super().remove(keys)
-
-    def close(self) -> None:
-        with self._load:
-            assert self._load.stdin is not None
-            self._load.stdin.close()
-        super().close()
-
-    def _switch(self) -> None:
-        """Begin or end the load; return when memory is full, or when nothing is put."""
-        assert self._load.stdin is not None
-        assert self._load.stdout is not None
-        self._load.stdin.write(b"1")
-        require(self._load.stdout.read(1) == b"1", "was not put by the other client")
-        self._is_loaded = not self._is_loaded
-
-
-def put_load(address: str) -> None:
-    driver = KVStoreDriver(address, "shm", BATCH * LOAD_SIZE)
-    filling = driver.plain.status().size // (BATCH * LOAD_SIZE) + 1
-    number = 0
-
-    def put() -> None:
-        nonlocal number
-        number += 1
-        keys = [f"{os.getpid()}-{number}-{index}" for index in range(BATCH)]
-        driver.put_all(keys, LOAD_SIZE)
-
-    while os.read(0, 1):
-        for _ in range(filling):
-            put()
-        os.write(1, b"1")
-        due = time.monotonic()
-        while not select.select([0], [], [], max(0.0, due - time.monotonic()))[0]:
-            put()
-            due += BATCH * LOAD_SIZE / LOAD_BYTES
-        if os.read(0, 1):
-            os.write(1, b"1")
-    driver.close()
-
-
-if __name__ == "__main__":
-    put_load(*sys.argv[1:])

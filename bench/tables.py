@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final
 
@@ -68,10 +67,6 @@ BARE = (
 OFFLOADED = (
     "Mooncake writes at eviction (`--offload_on_evict`), and is asked for it each second; its files"
     " are not in the page cache when they are read, nor verified."
-)
-WRITTEN = (
-    "In both, another client puts 500 MB/s through 4 GiB of memory, which is full. With the disk,"
-    " what is evicted is written first, at up to 500 MB/s (`--disk-write-rate`)."
 )
 COUNTED = (
     "Ours asks the master through a Unix socket in either mode, and learns it of each key; Redis's"
@@ -163,33 +158,14 @@ DISK_ROWS: Final = tuple(
 )
 
 
-WRITE_ROWS: Final = tuple(
-    ComparisonCase(op=op, mode=mode, size=size, batch=batch, goal=0.95, notes=(WRITTEN,))
-    for mode in MODES
-    for size, batch in ((4 * KIB, 64), (256 * KIB, 1), (MIB, 1))
-    for op in (PUT, GET)
-)
-
-
 LRU: Final = ("--eviction=lru", *SHORT_LEASES)
-LOADED_PARTS: Final = 8
-"""Memory of a store that another client fills, in sizes of what is measured in it: objects that are
-read soon are not evicted."""
 
 
 @contextlib.contextmanager
-def _store_on_disk(pool_bytes: int, flags: tuple[str, ...] = ()) -> Iterator[Servers]:
+def _store_on_disk(pool_bytes: int) -> Iterator[Servers]:
     with Children() as children:
-        node_flags = (*disk.disk_flags(disk.empty_directory(children), pool_bytes), *flags)
+        node_flags = disk.disk_flags(disk.empty_directory(children), pool_bytes)
         yield start_store(children, pool_bytes, flags=LRU, node_flags=node_flags)
-
-
-def _written_store(pool_bytes: int) -> AbstractContextManager[Servers]:
-    return _store_on_disk(LOADED_PARTS * pool_bytes, ("--disk-write-rate=500MB",))
-
-
-def _unwritten_store(pool_bytes: int) -> AbstractContextManager[Servers]:
-    return own_store(LOADED_PARTS * pool_bytes, flags=LRU)
 
 
 @contextlib.contextmanager
@@ -260,14 +236,6 @@ TABLES: Final = {
             },
             packages=(mooncake.PACKAGE, *PACKAGES), pool_bytes=1024 * MIB,
             missing=mooncake.missing,
-        ),
-        Table(
-            name="writes", title="Memory while a disk is written, beside memory alone",
-            rows=WRITE_ROWS, packages=PACKAGES, pool_bytes=512 * MIB,
-            systems={
-                OURS: System(_written_store, "bench.disk:LoadedDriver"),
-                "memory alone": System(_unwritten_store, "bench.disk:LoadedDriver"),
-            },
         ),
         Table(
             name="redis", title="Side by side with Redis", rows=REDIS_ROWS,
