@@ -22,7 +22,6 @@ from examples.fleet import complete, forget, make_model, prompt, start_engine
 from examples.tiny import BLOCK_TOKENS, HIDDEN, LAYERS, kv_bytes_per_token
 from kvstore.bench.processes import Children, failures_reported, require_modules, start_store
 from kvstore.config.servers import EVICTION_POLICIES, MasterConfig
-from kvstore.planner.plan import line_chart
 
 NEW_TOKENS = 2
 AGENT_TOKENS = 256
@@ -43,7 +42,7 @@ PARTS = ("without hints", "with hints")
 
 EXAMPLE = """\b
 Example:
-  python -m examples.demo_hints --eviction lru --svg hints.svg
+  python -m examples.demo_hints --eviction lru
 """
 
 
@@ -53,7 +52,6 @@ class Turn:
 
     due_s: float
     session: str
-    number: int
     prompt_tokens: int
     hint: str
     """The value of ``X-KV-Hint``; empty: none."""
@@ -89,7 +87,7 @@ def make_schedule(seed: int, agents: int, turns: int, pause_s: float) -> list[Tu
         for number in range(turns):
             hint = f"tool_wait={pause_s:g}" if number < turns - 1 else "end"
             tokens = AGENT_TOKENS + number * TURN_TOKENS
-            schedule.append(Turn(due_s, f"agent-{agent}", number, tokens, hint))
+            schedule.append(Turn(due_s, f"agent-{agent}", tokens, hint))
             due_s += pause(pause_s)
     end_s = max(turn.due_s for turn in schedule)
     start_s, chat = chance.expovariate(CHATS_PER_S), 0
@@ -99,7 +97,7 @@ def make_schedule(seed: int, agents: int, turns: int, pause_s: float) -> list[Tu
             goes_on = chance.random() < CHAT_GOES_ON and number < CHAT_TURNS_MAX - 1
             tokens = CHAT_TOKENS + number * CHAT_TURN_TOKENS
             hint = "" if goes_on else "end"
-            schedule.append(Turn(due_s, f"chat-{chat}", number, tokens, hint))
+            schedule.append(Turn(due_s, f"chat-{chat}", tokens, hint))
             number += 1
             due_s += pause(CHAT_PAUSE_S)
         start_s += chance.expovariate(CHATS_PER_S)
@@ -143,16 +141,11 @@ def make_schedule(seed: int, agents: int, turns: int, pause_s: float) -> list[Tu
     show_default=True,
     help="The master's policy.",
 )
-@click.option(
-    "--svg",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Draw what agents found, by turn, into this file.",
-)
 @click.option("--seed", default=0, show_default=True, help="Seed of weights and requests.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON instead of text.")
 def main(
-    agents: int, turns: int, pause: float, pool_tokens: int, eviction: str, svg: Path | None,
-    seed: int, as_json: bool,
+    agents: int, turns: int, pause: float, pool_tokens: int, eviction: str, seed: int,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Watch agents wait for their tools, with a store that is too small for all sessions.
 
@@ -185,10 +178,6 @@ def main(
             results[part] = []
             run(model, console, part, schedule, pool_tokens, eviction, results[part])
     show(results, console)
-    if svg is not None:
-        lines = {part: found_by_turn(results[part], turns) for part in PARTS}
-        labels = [str(turn + 1) if turn % 5 == 4 else "" for turn in range(turns)]
-        svg.write_text(line_chart("prompt tokens found by agents, by turn", labels, lines))
     without, given = (summary_row(results[part])["agents"] for part in PARTS)
     ok = given["found"] > without["found"]
     change = (
@@ -255,16 +244,6 @@ def summary_row(results: Sequence[TurnResult]) -> dict[str, dict[str, float]]:
             "late_s": max((result.late_s for result in group), default=0.0),
         }
     return row
-
-
-def found_by_turn(results: Sequence[TurnResult], turns: int) -> list[float]:
-    """Return the part of the tokens that agents found, by turn."""
-    found, tokens = [0] * turns, [0] * turns
-    for result in results:
-        if result.turn.is_agent:
-            found[result.turn.number] += result.found_tokens
-            tokens[result.turn.number] += result.turn.prompt_tokens
-    return [part / total for part, total in zip(found, tokens, strict=True)]
 
 
 def show(results: dict[str, list[TurnResult]], console: Console) -> None:

@@ -17,7 +17,7 @@ from kvstore.config.setting_types import parse_size
 from kvstore.config.tenants import load_tenants
 from kvstore.errors import InvalidArgumentError
 from kvstore.planner.hint_model import HintModel, Knowledge
-from kvstore.planner.plan import BEST, Plan, PlanRow, as_svg, knee_of, run_plan, sampling_rate
+from kvstore.planner.plan import BEST, Plan, PlanRow, knee_of, run_plan, sampling_rate
 from kvstore.planner.traces import Trace, load_trace
 from kvstore.runtime.formatting import size_text
 
@@ -27,7 +27,7 @@ Examples:
   kvstore plan requests.jsonl --memory 16GiB..256GiB --eviction density,lru
   kvstore plan conversation.jsonl --memory 128GiB --block-bytes 64MiB --hints 0.8:0.05
   kvstore plan conversation.jsonl --memory 128GiB --block-bytes 64MiB --disk 3TiB
-  kvstore plan requests.jsonl --memory 1TiB..16TiB --eviction lru --sample auto --svg plan.svg
+  kvstore plan requests.jsonl --memory 1TiB..16TiB --eviction lru --sample auto
 
 \b
 A trace has one request per line: Mooncake's format ({"timestamp": ms, "input_length": tokens,
@@ -93,12 +93,10 @@ class _Sizes(click.ParamType[list[int]]):
 @click.option("--sample", metavar="RATE", default="1", show_default=True,
               help="Replay this part of the blocks; auto: 20,000 of them (an error below one "
               "point) for LRU without hints, else all.")  # fmt: skip
-@click.option("--svg", type=click.Path(dir_okay=False, writable=True, path_type=Path),
-              help="Also draw a picture into this file.")  # fmt: skip
 @json_option
 def plan(
     trace: Path, memory: list[int], block_bytes: str, disk: str, disk_writes_per_day: float,
-    eviction: str, hints: str, tenants: str, sample: str, svg: Path | None, as_json: bool,
+    eviction: str, hints: str, tenants: str, sample: str, as_json: bool,
 ) -> int:  # fmt: skip
     policies = [name.strip() for name in eviction.split(",")]
     if unknown := [name for name in policies if name not in EVICTION_POLICIES]:
@@ -120,8 +118,6 @@ def plan(
     with progress("replay", wanted=not as_json) as report:
         rows = run_plan(loaded, request, report)
     names = list(rows[0].hits)
-    if svg is not None:
-        svg.write_text(as_svg(rows, names), encoding="utf-8")
     if as_json:
         print_json(
             {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -17,7 +17,6 @@ from kvstore.errors import InternalError
 from kvstore.planner.hint_model import HintModel
 from kvstore.planner.traces import Trace
 from kvstore.runtime.child_process import end_with_parent
-from kvstore.runtime.formatting import size_text
 
 BEST: Final = "best possible"
 
@@ -164,44 +163,3 @@ def knee_of(rows: Sequence[PlanRow], name: str) -> PlanRow:
 def sampling_rate(blocks: int) -> float:
     """Return the rate that samples ``SAMPLED_BLOCKS`` of a trace."""
     return min(1.0, SAMPLED_BLOCKS / blocks)
-
-
-def as_svg(rows: Sequence[PlanRow], names: Sequence[str]) -> str:
-    """Draw hits over memory, on a logarithmic axis."""
-    labels = [size_text(row.memory_bytes) for row in rows]
-    lines = {name: [row.hits[name] for row in rows] for name in names}
-    return line_chart("blocks found, by memory", labels, lines)
-
-
-def line_chart(title: str, labels: Sequence[str], lines: Mapping[str, Sequence[float]]) -> str:
-    """Return an SVG of parts of one, as lines over equally spaced labels, of which there is at
-    least one."""
-    width, height, left, top = 720, 400, 60, 24
-    colours = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d")
-    step = (width - left - 190) / max(1, len(labels) - 1)
-    highest = max(map(max, lines.values())) or 1.0
-
-    def point(index: int, part: float) -> str:
-        return f"{left + index * step:.1f},{top + (height - top - 48) * (1 - part / highest):.1f}"
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
-        ' font-family="sans-serif" font-size="12">',
-        f'<text x="{left}" y="14">{title}</text>',
-    ]
-    for index, label in enumerate(labels):
-        x = left + index * step
-        parts.append(f'<text x="{x:.1f}" y="{height - 24}" text-anchor="middle">{label}</text>')
-    for tick in range(5):
-        part = highest * tick / 4
-        y = point(0, part).partition(",")[2]
-        parts.append(f'<text x="{left - 8}" y="{y}" text-anchor="end">{100 * part:.0f} %</text>')
-        parts.append(f'<line x1="{left}" x2="{width - 190}" y1="{y}" y2="{y}" stroke="#ddd"/>')
-    for number, (name, values) in enumerate(lines.items()):
-        colour = colours[number % len(colours)]
-        points = " ".join(point(index, part) for index, part in enumerate(values))
-        parts.append(
-            f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{points}"/>'
-            f'<text x="{width - 180}" y="{top + 16 * number + 8}" fill="{colour}">{name}</text>'
-        )
-    return "\n".join([*parts, "</svg>\n"])
