@@ -31,8 +31,7 @@ Examples:
 
 \b
 A trace has one request per line: Mooncake's format ({"timestamp": ms, "input_length": tokens,
-"hash_ids": [...]}), what kvstore-master --record wrote (its hints are a column, too), or batches of
-vLLM's KV events, in JSON or msgpack.
+"hash_ids": [...]}), or what kvstore-master --record wrote (its hints are a column, too).
 Every cell replays the whole trace on the master's own state; nothing is copied or started.
 """
 

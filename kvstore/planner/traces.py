@@ -6,9 +6,7 @@ Formats, one JSON value per line, plain or compressed by gzip:
 * that of ``kvstore-master --record``: ``{"t": ms, "n": [namespaces], "k": [keys], "z": bytes}``,
   and of puts (``"p": parent``) and hints (``"h": [[key, action, retain_ms], ...]``);
   ``FILE.1`` is read before ``FILE``. Engines ask again while a request waits: the same chain within
-  ``REPEAT_MS`` is one request;
-* vLLM's KV events: batches ``[seconds, [events], rank]``, also in msgpack one after the other. A
-  chain that grows within ``GROWTH_MS`` is one request.
+  ``REPEAT_MS`` is one request.
 """
 
 from __future__ import annotations
@@ -27,12 +25,8 @@ from kvstore.errors import InvalidArgumentError
 MOONCAKE_BLOCK_TOKENS = 512
 
 REPEAT_MS = 1_000
-GROWTH_MS = 10_000
 
 SAMPLE_BITS = 24
-
-MSGPACK_ARRAYS = (b"\x92", b"\x93")
-"""First bytes of a batch of events in msgpack."""
 
 
 class RecordedHint(NamedTuple):
@@ -133,15 +127,10 @@ class _TraceReader:
         self._named: dict[tuple[str, object], int] = {}
         """Recorded blocks that were asked for, by key."""
         self._parents: dict[tuple[str, object], object] = {}
-        """Of recorded puts, and of blocks in events."""
-        self._growing: dict[object, int] = {}
-        """Of events: requests by the last block."""
+        """Of recorded puts."""
 
     def add(self, row: Any) -> None:
-        if isinstance(row, list):
-            for event in row[1]:
-                self._add_event(int(1000 * row[0]), event)
-        elif "hash_ids" in row:
+        if "hash_ids" in row:
             keys = row["hash_ids"]
             self.trace.block_tokens = MOONCAKE_BLOCK_TOKENS
             full = row.get("input_length", 0) // MOONCAKE_BLOCK_TOKENS or len(keys)
@@ -167,19 +156,16 @@ class _TraceReader:
     ) -> list[int]:
         """``full``: the number of blocks that another request can share."""
         chain: list[int] = []
-        self._extend(chain, namespace, keys)
+        for key in keys:
+            parent = chain[-1] if chain else -1
+            chain.append(self._numbers.setdefault((namespace, parent, key), len(self._numbers)))
+        self.trace.blocks = len(self._numbers)
         if chain:
             self.trace.times_ms.append(time_ms)
             self.trace.chains.append(chain)
             self.trace.tips.append(max(0, min(full, len(chain)) - 1))
             self.trace.namespaces.append(namespace)
         return chain
-
-    def _extend(self, chain: list[int], namespace: str, keys: Sequence[object]) -> None:
-        for key in keys:
-            parent = chain[-1] if chain else -1
-            chain.append(self._numbers.setdefault((namespace, parent, key), len(self._numbers)))
-        self.trace.blocks = len(self._numbers)
 
     def _add_hints(self, row: dict[str, Any]) -> None:
         """A block that was put, but not asked for, is not replayed: use its nearest ancestor."""
@@ -194,43 +180,10 @@ class _TraceReader:
                 )  # fmt: skip
                 self.trace.hints.setdefault(len(self.trace.chains) - 1, []).append(hint)
 
-    def _add_event(self, time_ms: int, event: dict[str, Any]) -> None:
-        on_gpu = event.get("medium") in (None, "GPU")
-        if event["type"] != "BlockStored" or not on_gpu or event.get("group_idx"):
-            return
-        hashes, parent = event["block_hashes"], event["parent_block_hash"]
-        self.trace.block_tokens = event["block_size"]
-        for above, block in pairwise([parent, *hashes]):
-            self._parents["", block] = above
-        index = self._growing.pop(parent, None)
-        if index is not None and time_ms - self._last_ms[parent] < GROWTH_MS:
-            chain = self.trace.chains[index]
-            self._extend(chain, "", hashes)
-            self.trace.tips[index] = len(chain) - 1
-        else:
-            index = len(self.trace.chains)
-            keys = [hashes[-1]]
-            while (above := self._parents.get(("", keys[-1]))) is not None:
-                keys.append(above)
-            self._add_chain(time_ms, "", keys[::-1], len(keys))
-        self._growing[hashes[-1]], self._last_ms[hashes[-1]] = index, time_ms
-
 
 def _rows(path: Path) -> Iterator[Any]:
     opened = gzip.open if path.suffix == ".gz" else open
     with cast("IO[bytes]", opened(path, "rb")) as file:
-        if file.read(1)[:1] in MSGPACK_ARRAYS:
-            try:
-                import msgpack
-            except ImportError:
-                raise InvalidArgumentError(
-                    f"{path} is in msgpack, which is not installed",
-                    advice="pip install 'msgpack>=1.0'",
-                ) from None
-            file.seek(0)
-            yield from msgpack.Unpacker(file, strict_map_key=False)
-            return
-        file.seek(0)
         for line in file:
             if line.strip():
                 yield json.loads(line)

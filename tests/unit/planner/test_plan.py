@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 from click.testing import CliRunner
 
@@ -118,28 +117,6 @@ def test_recorded_hints_are_replayed_when_they_were_given(tmp_path: Path) -> Non
     arguments = ["plan", str(path), "--memory", "800B..1600B"]
     shown = CliRunner().invoke(cli, arguments)
     assert "density, recorded" in shown.output
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_events_of_vllm_are_requests(tmp_path: Path, packed: bool) -> None:
-    def stored(parent: str | None, *hashes: str, **more: Any) -> dict[str, Any]:
-        return {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent,
-                "token_ids": [], "block_size": 16, "medium": "GPU", **more}  # fmt: skip
-
-    batches: list[Any] = [
-        [1.0, [stored(None, "a", "b"), stored(None, "x", medium="CPU")], 0],
-        [2.5, [stored("b", "c"), {"type": "BlockRemoved", "block_hashes": ["a"], "medium": "GPU"}]],
-        [60.0, [stored("c", "d"), stored("b", "e", group_idx=1)]],
-        [61.0, [stored("a", "f"), {"type": "AllBlocksCleared"}]],
-    ]
-    path = tmp_path / "events"
-    if packed:
-        path.write_bytes(b"".join(msgpack.packb(batch) or b"" for batch in batches))
-    else:
-        path.write_text("\n".join(map(json.dumps, batches)))
-    read = load_trace(path)
-    assert read.chains == [[0, 1, 2], [0, 1, 2, 3], [0, 4]]
-    assert (read.times_ms, read.block_tokens) == ([1_000, 60_000, 61_000], 16)
 
 
 def test_a_sample_is_a_trace_and_finds_about_the_same(tmp_path: Path) -> None:
