@@ -2,5 +2,4 @@
 
 ``tables`` has the rows and the systems, ``kvstore.bench`` the harness, each other module the driver
 of a system: ``mooncake``, ``redis``, ``disk`` and ``vllm``.
-``restart`` is a command of its own: what stores find on their disks.
 """

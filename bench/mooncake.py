@@ -65,33 +65,19 @@ def start(children: Children, memory_bytes: int, disk: Path | None = None) -> Se
     Raises:
         ChildError: a process did not start.
     """
-    master, address = start_master(children, disk)
-    port = free_port()
-    storage = start_storage(children, address, port, memory_bytes, disk)
-    pids = {"master": master.process.pid, "storage": storage.process.pid}
-    return Servers({"tcp": address, "shm": f"{HOST}:{port}"}, pids)
-
-
-def start_master(children: Children, disk: Path | None) -> tuple[Program, str]:
-    """Return the master, which listens, and its address."""
-    port, metrics_port = free_port(), free_port()
+    master_port, metrics_port = free_port(), free_port()
+    address = f"{HOST}:{master_port}"
     master = children.start_command(
         "mooncake-master", str(_program("mooncake_master")),
-        f"--rpc_address={HOST}", f"--rpc_port={port}",
+        f"--rpc_address={HOST}", f"--rpc_port={master_port}",
         f"--metrics_host={HOST}", f"--metrics_port={metrics_port}", "--logtostderr",
         f"--enable_offload={disk is not None}", "--offload_on_evict=true",
     )  # fmt: skip
-    _listens(children, master, port)
-    return master, f"{HOST}:{port}"
-
-
-def start_storage(
-    children: Children, master: str, port: int, memory_bytes: int, disk: Path | None
-) -> Program:
-    """Start the process that has the memory, and wait until it listens."""
+    _listens(children, master, master_port)
+    port = free_port()
     storage = children.start_command(
         "mooncake-memory", str(_program("mooncake_client")),
-        f"--master_server_address={master}", f"--metadata_server={METADATA}",
+        f"--master_server_address={address}", f"--metadata_server={METADATA}",
         f"--host={HOST}", f"--port={port}", "--protocol=tcp",
         f"--global_segment_size={memory_bytes}", f"--threads={THREADS}", "--logtostderr",
         f"--enable_offload={disk is not None}",
@@ -101,7 +87,8 @@ def start_storage(
         },
     )  # fmt: skip
     _listens(children, storage, port)
-    return storage
+    pids = {"master": master.process.pid, "storage": storage.process.pid}
+    return Servers({"tcp": address, "shm": f"{HOST}:{port}"}, pids)
 
 
 class MooncakeDriver(StoreDriver):

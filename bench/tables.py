@@ -158,14 +158,12 @@ DISK_ROWS: Final = tuple(
 )
 
 
-LRU: Final = ("--eviction=lru", *SHORT_LEASES)
-
-
 @contextlib.contextmanager
 def _store_on_disk(pool_bytes: int) -> Iterator[Servers]:
     with Children() as children:
         node_flags = disk.disk_flags(disk.empty_directory(children), pool_bytes)
-        yield start_store(children, pool_bytes, flags=LRU, node_flags=node_flags)
+        flags = ("--eviction=lru", *SHORT_LEASES)
+        yield start_store(children, pool_bytes, flags=flags, node_flags=node_flags)
 
 
 @contextlib.contextmanager

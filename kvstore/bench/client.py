@@ -115,20 +115,15 @@ class ClientProcess:
         return reply
 
 
-def open_driver(settings: Settings) -> StoreDriver:
-    """Connect a system's driver. Raises KVStoreError: the system cannot be reached."""
+def main(path: str, text: str) -> None:
+    settings = Settings(**json.loads(text))
     module, _, name = settings.driver.partition(":")
     make = getattr(importlib.import_module(module), name)
     driver: StoreDriver = make(
         settings.address, settings.mode, settings.memory_bytes, **settings.options
     )
-    return driver
-
-
-def main(path: str, text: str) -> None:
-    settings = Settings(**json.loads(text))
     session = Session(
-        open_driver(settings), settings.pool_bytes, name=f"{os.getpid()}-",
+        driver, settings.pool_bytes, name=f"{os.getpid()}-",
         processes={"client": os.getpid(), **settings.processes},
     )  # fmt: skip
     with contextlib.closing(session):

@@ -253,20 +253,12 @@ def start_store(
     master = children.start("master", "kvstore.cli.master", *ports, *flags)
     line = r"listening on (\S+:\d+)" + (r"[^\0]*dashboard on (http://\S+)" if http else "()")
     address, dashboard = children.ready(master, line, READY_SECONDS).groups()
-    node = start_node(children, address, memory_bytes, node_flags)
-    pids = {"master": master.process.pid, "storage": node.process.pid}
-    return Servers({"tcp": address}, pids, dashboard)
-
-
-def start_node(
-    children: Children, master: str, memory_bytes: int, flags: Sequence[str] = ()
-) -> Program:
-    """Start a node and wait until it has touched its memory."""
-    joined = (f"--master={master}", f"--memory={memory_bytes}", *flags)
+    joined = (f"--master={address}", f"--memory={memory_bytes}", *node_flags)
     node = children.start("node", "kvstore.cli.node", *joined)
     seconds = READY_SECONDS + memory_bytes / TOUCH_BYTES_PER_SECOND
     children.ready(node, r"^kvstore-node .+", seconds)
-    return node
+    pids = {"master": master.process.pid, "storage": node.process.pid}
+    return Servers({"tcp": address}, pids, dashboard)
 
 
 def environment(**more: str) -> dict[str, str]:
