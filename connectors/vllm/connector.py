@@ -31,7 +31,6 @@ from kvstore.connectors.vllm.messages import (
     WorkerIdentity,
 )
 from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
-from kvstore.connectors.vllm.scheduler.block_hashes import BlockHashes, block_hashes
 from kvstore.connectors.vllm.scheduler.scheduler_logic import SchedulerLogic
 from kvstore.connectors.vllm.scheduler.scheduler_side import SchedulerSide
 from kvstore.connectors.vllm.weights.fingerprint import speculation
@@ -97,9 +96,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         _check_executor(vllm_config)
         self._split = split_of(
             self._config.tp_shards, kv_cache_config,
-            vllm_config.parallel_config.tensor_parallel_size, self._config.block_tokens,
+            vllm_config.parallel_config.tensor_parallel_size,
         )  # fmt: skip
-        self._groups, hashes = _groups_of(
+        self._groups = _groups_of(
             vllm_config, kv_cache_config, self._split, self._config.blocks_per_object
         )
         self._scheduler: SchedulerSide | None = None
@@ -111,7 +110,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 log.warning(FAIL_POLICY)
             self._scheduler = SchedulerSide(
                 vllm_config, kv_cache_config, self._config, self._groups, self._split,
-                hashes, self.options, _on_worker,
+                self.options, _on_worker,
             )  # fmt: skip
 
     @classmethod
@@ -206,7 +205,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             client = failing.enter_context(Client(config=config))
             parts = WorkerParts(
                 kv_caches, self._split.parts(stage, rank // replicas), self._vllm_config,
-                self._kv_cache_config, self._groups, self._split, client.device,
+                self._kv_cache_config, self._split, client.device,
             )  # fmt: skip
             self._parts = parts
             self._worker = WorkerSide(
@@ -412,8 +411,8 @@ def _groups_of(
     kv_cache_config: KVCacheConfig,
     split: PageSplit,
     blocks_per_object: int,
-) -> tuple[Groups, BlockHashes]:
-    """Return the groups, and the hashes from which their keys are made.
+) -> Groups:
+    """Return the groups that are stored.
 
     Args:
         blocks_per_object: 0: chosen by the size of the pages.
@@ -424,15 +423,7 @@ def _groups_of(
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, MambaSpec
 
-    object_tokens = split.block_tokens
     scheduler_block, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    if object_tokens and hashed % object_tokens:
-        raise ConfigError(
-            f"block_tokens={object_tokens}: vLLM hashes blocks of {hashed} tokens, which cannot be "
-            "cut into such objects",
-            advice="Start vLLM without --prefix-match-unit.",
-            key="block_tokens",
-        )
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("context parallelism is not supported", advice="Use tensor parallelism.")
@@ -455,7 +446,7 @@ def _groups_of(
             windows[group_id] = window
     if not sizes:
         raise ConfigError("this model has no KV cache whose blocks can be shared by hash")
-    is_plain = not (object_tokens or recurrent or windows)
+    is_plain = not (recurrent or windows)
     is_plain &= {*sizes.values(), hashed} == {scheduler_block}
     if not blocks_per_object:
         stored = [kv_cache_config.kv_cache_groups[each] for each in sizes]
@@ -464,21 +455,18 @@ def _groups_of(
     if blocks_per_object > 1 and not is_plain:
         raise ConfigError(
             f"blocks_per_object={blocks_per_object}: objects of several blocks are for models with "
-            "full attention and one block size only, without block_tokens",
+            "full attention and one block size only",
             advice="Leave blocks_per_object out.",
             key="blocks_per_object",
         )
-    groups = Groups(
-        hash_block_tokens=object_tokens or hashed,
+    return Groups(
+        hash_block_tokens=hashed,
         scheduler_block_tokens=scheduler_block,
         block_tokens=sizes,
         recurrent=frozenset(recurrent),
         windows=windows,
-        object_tokens=object_tokens,
         blocks_per_object=blocks_per_object,
     )
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    return groups, block_hashes(groups.hash_block_tokens, hashed, algorithm)
 
 
 def _check_states(spec: MambaSpec) -> None:

@@ -4,9 +4,6 @@ Layers with one kind of attention share a *group* and its block table. A group's
 multiple of the *hash block* for which request hashes are computed. A block's key is the hash at its
 end, which covers all tokens before it. All full blocks of attention groups are stored, as chains.
 
-With ``block_tokens`` a block is split into several objects, each equal to a block of an engine with
-smaller blocks. Objects are then counted like blocks, also those of a block that is not full.
-
 With ``blocks_per_object`` several consecutive blocks are one object, whose key is the hash at its
 end. The blocks after the last full object of a prompt are objects of their own. A load fills only
 the blocks that an engine lacks, of the first and the last object, too.
@@ -51,8 +48,6 @@ class Groups:
     """Ids of the recurrent groups."""
     windows: dict[int, int] = field(default_factory=dict)
     """Tokens of the window, by id of the window group."""
-    object_tokens: int = 0
-    """Tokens per object of split blocks; 0: blocks are objects."""
     blocks_per_object: int = 1
     """More than 1 only with chains whose blocks are hash blocks and scheduler blocks."""
 
@@ -60,10 +55,7 @@ class Groups:
         for group, tokens in self.block_tokens.items():
             assert tokens % self.hash_block_tokens == 0, f"group {group}: {tokens}"
             assert self.scheduler_block_tokens % tokens == 0, f"group {group}: {tokens}"
-            assert not self.object_tokens or tokens % self.object_tokens == 0, f"group {group}"
-        assert not (self.object_tokens and self.recurrent), "states are not cut"
         if self.blocks_per_object > 1:
-            assert not self.object_tokens
             assert not (self.recurrent | self.windows.keys())
             sizes = {*self.block_tokens.values(), self.hash_block_tokens}
             assert sizes == {self.scheduler_block_tokens}
@@ -79,24 +71,11 @@ class Groups:
 
     def tokens_of(self, group: int) -> int:
         """Return the tokens per full object of any group."""
-        return self.object_tokens or self.block_tokens[group] * self.blocks_per_object
+        return self.block_tokens[group] * self.blocks_per_object
 
     def tokens_each(self, run: Run) -> int:
         """Return the tokens per object of a run."""
-        return self.object_tokens or self.block_tokens[run.group] * run.each
-
-    def cuts(self, group: int) -> int:
-        """Return the objects per block, if blocks are split; otherwise 1."""
-        return max(1, self.block_tokens[group] // self.tokens_of(group))
-
-    def places(self, run: Run) -> list[int]:
-        """Return the numbers of a run's objects: with N objects per block, object i of block b has
-        N * b + i. For blocks that are not split these are the numbers of the blocks."""
-        cuts = self.cuts(run.group)
-        if cuts == 1:
-            return run.block_ids
-        numbered = enumerate(run.block_ids, run.first)
-        return [block * cuts + index % cuts for index, block in numbered]
+        return self.block_tokens[run.group] * run.each
 
     def keys(self, group: int, hashes: Sequence[bytes]) -> list[bytes]:
         """Return the keys of a group's full objects, from the hashes of all hash blocks."""
@@ -121,13 +100,13 @@ class Groups:
         """Return those of a group's leading ``keys`` that protect all that an engine needs: of a
         window group those of the last window, otherwise the last one."""
         blocks = -(-(self.windows.get(group, 0) - 1) // self.block_tokens[group])
-        return keys[-max(1, blocks * self.cuts(group)) :]
+        return keys[-max(1, blocks) :]
 
     def tips(self, hashes: Sequence[bytes], tokens: int) -> dict[int, Sequence[bytes]]:
         """Return by group the last keys of the first ``tokens`` tokens.
 
         Args:
-            tokens: more than 0, as returned by ``complete_blocks``.
+            tokens: more than 0, as returned by ``aligned``.
         """
         return {
             each: self.last_keys(each, self.chain_keys(each, hashes, tokens))
@@ -138,24 +117,15 @@ class Groups:
         """Round ``tokens`` down to complete scheduler blocks."""
         return tokens - tokens % self.scheduler_block_tokens
 
-    def complete_blocks(self, tokens: int) -> int:
-        """Round ``tokens`` down to a common end of objects of all groups."""
-        return tokens - tokens % self.shared_tokens
-
-    @property
-    def shared_tokens(self) -> int:
-        """The scheduler block of engines that store such objects without splitting blocks."""
-        return self.object_tokens or self.scheduler_block_tokens
-
     @property
     def full_tokens(self) -> int:
-        """Tokens of a full object of engines that do not split blocks."""
-        return self.shared_tokens * self.blocks_per_object
+        """Tokens after which full objects of all groups end."""
+        return self.scheduler_block_tokens * self.blocks_per_object
 
     @property
     def usual_hash_tokens(self) -> int:
-        """The hash block that vLLM chooses for such objects by default."""
-        return gcd(*(self.object_tokens or size for size in self.block_tokens.values()))
+        """The hash block that vLLM chooses for such blocks by default."""
+        return gcd(*self.block_tokens.values())
 
     def objects(
         self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]] | None,
@@ -185,10 +155,8 @@ class Groups:
         each = each or self.blocks_per_object
         for group in sorted(self.chains, key=lambda group: group not in self.windows):
             size = self.chains[group] // self.blocks_per_object * each
-            step, unit, cuts = size // self.hash_block_tokens, size // each, self.cuts(group)
+            step, unit = size // self.hash_block_tokens, size // each
             table = range(1, len(hashes) + 1) if block_ids is None else block_ids[group]
-            if cuts > 1:
-                table = [block_id for block_id in table for _ in range(cuts)]
             wanted = range(start.get(group, 0) // unit, min(-(-end // unit), len(table)))
             first = wanted.start // each
             stop = min(-(-wanted.stop // each), found // size, len(hashes) // step)

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
-from math import gcd, lcm
+from math import lcm
 from typing import Any, Final, NamedTuple
 
 from kvstore.calls import ObjectRow
@@ -144,21 +144,18 @@ class Difference(NamedTuple):
 
 
 class SplitDifference(NamedTuple):
-    """A difference in how two engines split the same bytes."""
+    """A difference in how two engines split the same bytes among their ranks."""
 
-    what: str
     ours: object
     theirs: object
     setting: str
     """The setting with which both find the chunks of the other one."""
-    flag: str
-    """The engine option that chooses this split."""
-    provided: str = ""
+    provided: str
     """Further requirements that the descriptions do not contain."""
 
     def text(self, here: str, there: str) -> str:
         both = f"{self.ours} {here}, {self.theirs} {there}"
-        return f"{self.what}: {both} ({self.setting} would let them share{self.provided})"
+        return f"tensor-parallel size: {both} ({self.setting} would let them share{self.provided})"
 
 
 class DescriptionDiff(NamedTuple):
@@ -166,14 +163,15 @@ class DescriptionDiff(NamedTuple):
 
     must: list[Difference]
     """Fields that must be equal and differ."""
-    cuts: list[SplitDifference]
+    split: SplitDifference | None
 
     def text(self) -> str:
         """Return the text for the engine whose description is ``ours``."""
         must = "; ".join(f"{f}: {ours!r} here, {theirs!r} there" for f, ours, theirs in self.must)
-        cuts = "; ".join(cut.text("here", "there") for cut in self.cuts)
-        parts = [must and f"must be equal: {must}", cuts and f"can be reconciled: {cuts}"]
-        return "; ".join(filter(None, parts)) or "only the layout of the cache differs"
+        parts = [f"must be equal: {must}"] if must else []
+        if self.split is not None:
+            parts.append(f"can be reconciled: {self.split.text('here', 'there')}")
+        return "; ".join(parts) or "only the layout of the cache differs"
 
 
 def short_name(model: str) -> str:
@@ -276,28 +274,19 @@ def differences(
 def compare_descriptions(
     engine: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]
 ) -> DescriptionDiff:
-    """Separate differences that prevent sharing from different splits of the same bytes.
+    """Separate differences that prevent sharing from a different split of the same bytes.
 
     Args:
         engine: the kind of both. Only the vLLM connector can share between different splits.
         ours, theirs: as for ``differences``.
     """
-    cuts: list[SplitDifference] = []
-    if engine == _DEFAULTS["engine"]:
-        ranks, blocks = _ranks(ours, theirs), _blocks(ours, theirs)
-        if ranks:
-            is_told = "shards" in ours and "shards" in theirs  # otherwise each rank has its own
-            gone = {"tensor_parallel", "shards", *(() if is_told else ("weights", "files"))}
-            ours, theirs = (_without(record, gone, {"page_bytes"}) for record in (ours, theirs))
-        if blocks:
-            gone_of_groups = {"block_tokens", "page_bytes"}
-            ours, theirs = (_without(record, set(), gone_of_groups) for record in (ours, theirs))
-        if ranks or blocks:  # it follows from the sizes of blocks
-            ours, theirs = (
-                _without(record, {"blocks_per_object"}, ()) for record in (ours, theirs)
-            )
-        cuts = [cut for cut in (ranks, blocks) if cut]
-    return DescriptionDiff(differences(ours, theirs), cuts)
+    split = _ranks(ours, theirs) if engine == _DEFAULTS["engine"] else None
+    if split is not None:
+        is_told = "shards" in ours and "shards" in theirs  # otherwise each rank has its own
+        fields = {"tensor_parallel", "shards", "blocks_per_object"}
+        fields |= set() if is_told else {"weights", "files"}
+        ours, theirs = _without(ours, fields), _without(theirs, fields)
+    return DescriptionDiff(differences(ours, theirs), split)
 
 
 def _ranks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifference | None:
@@ -306,50 +295,30 @@ def _ranks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifferenc
         f"tp_shards={record['shards']}" if "shards" in record else record.get("tensor_parallel")
         for record in (ours, theirs)
     )
-    sizes = _counts(
-        record.get("shards", record.get("tensor_parallel")) for record in (ours, theirs)
-    )
-    if mine == other or not sizes or _has_kind("Mamba", ours, theirs):
+    sizes = [record.get("shards", record.get("tensor_parallel")) for record in (ours, theirs)]
+    are_counts = all(type(size) is int and 0 < size <= RANKS_MAX for size in sizes)
+    kinds = [str(group.get("kind")) for side in (ours, theirs) for group in _groups(side)]
+    if mine == other or not are_counts or any("Mamba" in kind for kind in kinds):
         return None
     number = lcm(*sizes)
     is_told = "shards" in ours and "shards" in theirs
     return None if number > RANKS_MAX else SplitDifference(
-        "tensor-parallel size", mine, other, f'"tp_shards": {number} in both',
-        "--tensor-parallel-size",
+        mine, other, f'"tp_shards": {number} in both',
         "" if is_told else ", if their weights are the same",
     )  # fmt: skip
 
 
-def _blocks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SplitDifference | None:
-    """Return the difference in block sizes; None: equal, or no setting helps."""
-    mine, other = (
-        _counts(group.get("block_tokens") for group in _groups(side)) for side in (ours, theirs)
-    )
-    uncut = any(_has_kind(kind, ours, theirs) for kind in ("Mamba", "MLA"))
-    number = gcd(*mine, *other)
-    if uncut or mine == other or len(mine) != len(other) or number == 1:
-        return None
-    names = [" and ".join(map(str, sorted(set(values)))) for values in (mine, other)]
-    larger = [name for name in names if name != str(number)]
-    where = f"the one with blocks of {larger[0]}" if len(larger) == 1 else "both"
-    setting = f'"block_tokens": {number} in {where}'
-    if any("blocks_per_object" in record for record in (ours, theirs)):
-        setting += ', "blocks_per_object": 1 in both'
-    return SplitDifference("block size", names[0], names[1], setting, "--block-size")
-
-
-def _without(
-    description: Mapping[str, Any], fields: Collection[str], of_groups: Collection[str]
-) -> dict[str, Any]:
-    """Return the description without fields that follow from a split."""
+def _without(description: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
+    """Return the description without these fields, and those of its parts that follow from the
+    number of ranks."""
     left = {name: value for name, value in description.items() if name not in fields}
     groups = _groups(description)
     if groups:
         left["groups"] = [
-            {name: value for name, value in group.items() if name not in of_groups}
+            {name: value for name, value in group.items() if name != "page_bytes"}
             for group in groups
         ]
-    if "tensor_parallel" in fields and isinstance(left.get("attention"), list):
+    if isinstance(left.get("attention"), list):
         left["attention"] = [
             [part for part in manner if not str(part).startswith("num_kv_heads=")]
             if isinstance(manner, list) else manner
@@ -363,18 +332,6 @@ def _groups(description: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     groups = description.get("groups")
     is_list = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
     return list(groups or ()) if is_list else []
-
-
-def _has_kind(kind: str, *descriptions: Mapping[str, Any]) -> bool:
-    groups = [group for description in descriptions for group in _groups(description)]
-    return any(kind in str(group.get("kind")) for group in groups)
-
-
-def _counts(values: Iterable[object]) -> list[int]:
-    """Return the values if all of them are counts; otherwise an empty list."""
-    found = list(values)
-    counts = [count for count in found if type(count) is int and 0 < count <= BLOCK_TOKENS_MAX]
-    return counts if len(counts) == len(found) else []
 
 
 def as_read(description: Mapping[str, object]) -> dict[str, Any]:

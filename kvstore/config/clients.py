@@ -198,14 +198,6 @@ class ConnectorConfig(StoreSettings):
         "tensor-parallel sizes can load them: a number divisible by all their sizes, equal in "
         "all. 0: engines of one size share.",
     )
-    block_tokens: Count = Field(
-        default=0,
-        ge=0,
-        le=65_536,
-        description="Tokens per stored object, under the keys of an engine with such blocks, so "
-        "that engines of other block sizes can load them: a number that divides all their block "
-        "sizes. 0: one object per block.",
-    )
     blocks_per_object: Count = Field(
         default=0,
         ge=0,
@@ -213,7 +205,7 @@ class ConnectorConfig(StoreSettings):
         description="Consecutive blocks that are stored as one object, equal in all engines that "
         "share: the master's work and memory fall by this factor. A prompt finds whole objects, "
         "and the end of an earlier one by block. 0: objects of up to 64 tokens and 3 MiB; 1 with "
-        "recurrent layers, sliding windows or block_tokens.",
+        "recurrent layers or sliding windows.",
     )
 
 

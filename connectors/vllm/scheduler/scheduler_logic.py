@@ -32,7 +32,6 @@ from kvstore.connectors.vllm.messages import (
     TransferCommands,
     TransferReport,
 )
-from kvstore.connectors.vllm.scheduler.block_hashes import BlockHashes, HashCache
 from kvstore.connectors.vllm.scheduler.events import BlockEvents
 from kvstore.connectors.vllm.scheduler.fingerprint_tracker import FingerprintTracker
 from kvstore.connectors.vllm.scheduler.load_rule import LoadRule
@@ -68,6 +67,22 @@ Tips = dict[int, Sequence[bytes]]
 
 SAVES_MAX = 2
 """Failed saves of a request after which no more of its blocks are saved."""
+
+
+@dataclass
+class HashCache:
+    """Hashes derived from those of vLLM."""
+
+    made: list[bytes] = field(default_factory=list)
+    source: list[bytes] = field(default_factory=list)
+
+    def keep(self, hashes: Sequence[bytes]) -> None:
+        """Drop hashes derived from others than these, or beyond them. A session's next input
+        replaces its last tokens; each hash covers the tokens before it."""
+        source = self.source
+        while source and (len(source) > len(hashes) or source[-1] != hashes[len(source) - 1]):
+            source.pop()
+        del self.made[len(source) :]
 
 
 class StartedLoad(NamedTuple):
@@ -117,8 +132,6 @@ class TrackedRequest:
     failed_saves: int = 0
     is_stale: bool = False
     """Whether some of its blocks were computed with weights that have been replaced."""
-    smaller: HashCache = field(default_factory=HashCache)
-    """Hashes of smaller blocks than vLLM's, if objects are smaller."""
     salt: bytes = b""
     salted: HashCache = field(default_factory=HashCache)
     """The keys of its hash blocks, salted, if the request uses an adapter."""
@@ -178,7 +191,6 @@ class SchedulerLogic:
         """Carries out hints in the store; the tips are those of the request."""
         self.are_names_marked = True
         """Whether the plug-in prefixes client names of images, sounds and videos."""
-        self.hashes = BlockHashes(groups.hash_block_tokens)
         self.counters: Counter[str] = Counter()
         self.load_rule = LoadRule(
             is_on=config.load_if_faster, all_or_none=bool(groups.recurrent or groups.windows)
@@ -334,7 +346,7 @@ class SchedulerLogic:
     def _hashes(self, tracked: TrackedRequest) -> Sequence[bytes] | None:
         """Return the hash of each hash block, from which keys are made; None: not known."""
         request = tracked.request
-        hashes = self.hashes.of(request, tracked.smaller)
+        hashes: Sequence[bytes] = request.block_hashes
         if request.lora_request is None:
             return hashes
         salt = self.salt(request)
@@ -588,7 +600,8 @@ class SchedulerLogic:
     def _tokens_to_save(self, request: Request, scheduled: int) -> int:
         """Return the tokens whose blocks are full after this step. Only confirmed tokens have a
         hash; speculative ones have none."""
-        tokens: int = min(request.num_computed_tokens + scheduled, self.hashes.covered(request))
+        hashed = len(request.block_hashes) * self._groups.hash_block_tokens
+        tokens: int = min(request.num_computed_tokens + scheduled, hashed)
         if not self._config.save_decode:
             tokens = min(tokens, request.num_prompt_tokens)
         return tokens
@@ -601,9 +614,8 @@ class SchedulerLogic:
         def blocks(tokens: int) -> int:
             count = 0
             for group, size in self._groups.chains.items():
-                first, end = tracked.saved.get(group, 0) // size, tokens // size
-                cuts, each = self._groups.cuts(group), self._groups.blocks_per_object
-                count += (-(-end // cuts) - first // cuts) * each if end > first else 0
+                each = self._groups.blocks_per_object
+                count += max(0, tokens // size - tracked.saved.get(group, 0) // size) * each
                 count += each - 1
             return count
 
@@ -810,7 +822,7 @@ class SchedulerLogic:
             tokens = min(tokens, tracked.state_tokens)
         if tracked.tail_tokens - tracked.tail_tokens % self._groups.full_tokens == tokens:
             tokens = tracked.tail_tokens
-        return self._groups.complete_blocks(tokens)
+        return self._groups.aligned(tokens)
 
     def on_fingerprint_changed(self) -> None:
         """Handle a new fingerprint of the engine: earlier blocks are neither saved nor found again,

@@ -27,7 +27,6 @@ from kvstore.connectors.vllm.messages import (
     namespace_prefix,
 )
 from kvstore.connectors.vllm.metrics import StoreStats
-from kvstore.connectors.vllm.scheduler.block_hashes import BlockHashes
 from kvstore.connectors.vllm.scheduler.engine_core import EngineCoreAccess, before_reset
 from kvstore.connectors.vllm.scheduler.event_listener import NOTHING, EventListener
 from kvstore.connectors.vllm.scheduler.events import Block, BlockEvents, audit
@@ -81,14 +80,12 @@ class SchedulerSide:
         config: ConnectorConfig,
         groups: Groups,
         split: PageSplit,
-        hashes: BlockHashes,
         options: dict[str, Any],
         on_worker: Callable[..., Any],
     ) -> None:
         """
         Args:
-            split: split of pages for engines of other sizes.
-            hashes: of the requests' hash blocks.
+            split: split of pages for engines of other tensor-parallel sizes.
             options: this connector's options, which identify its sides on the workers.
             on_worker: called on each worker as ``on_worker(worker, options, method, *arguments)``.
                 It must be a function of a module, because it is pickled by name.
@@ -124,9 +121,8 @@ class SchedulerSide:
             blocks_per_object=groups.blocks_per_object,
         )  # fmt: skip
         engine = FleetRecord(
-            "vllm", fingerprint.models_of(vllm_config), "", (), described,
-            groups.full_tokens,
-        )  # fmt: skip
+            "vllm", fingerprint.models_of(vllm_config), "", (), described, groups.full_tokens
+        )
         self._identity = FingerprintTracker(
             self._client, self._core, engine, model_id=config.model_id, what="blocks",
             without_draft=partial(fingerprint.without_draft, described, kv_cache_config, split),
@@ -147,7 +143,6 @@ class SchedulerSide:
         self.decisions.salt = self._salt
         self.decisions.keep = self._keep
         self.decisions.hint = self._hint
-        self.decisions.hashes = hashes
         self.decisions.are_names_marked = are_names_marked()
         self._auditing: Future[list[Block]] | None = None
         self._audited: list[Block] = []

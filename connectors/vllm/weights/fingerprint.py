@@ -75,8 +75,8 @@ def describe(
     """Return all settings on which the bytes and hashes of blocks depend, as plain JSON values.
 
     Args:
-        split: split of pages for engines of other sizes: engines with the same objects have the
-            same description.
+        split: split of pages for engines of other tensor-parallel sizes: engines with the same
+            objects have the same description.
         hash_tokens: tokens per hash if configured (``prefix_match_unit``); 0: they follow from the
             groups.
     """
@@ -125,8 +125,8 @@ def _group(group: Any, split: PageSplit, drafts: Collection[str] = ()) -> dict[s
     spec = group.kv_cache_spec  # of the first layer, where layers have pages of several sizes
     return {
         "kind": type(spec).__name__,
-        "block_tokens": split.block_tokens or spec.block_size,
-        "page_bytes": spec.page_size_bytes // split.each // split.cuts(spec.block_size),
+        "block_tokens": spec.block_size,
+        "page_bytes": spec.page_size_bytes // split.each,
         "layers": len([name for name in group.layer_names if name not in drafts]),
         **_state(spec, split.each),
         **({"window": window} if (window := window_of(group)) else {}),

@@ -12,7 +12,6 @@ model support it. Otherwise it logs a warning and uses its own. The operator's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.connectors.vllm.call_stack import is_part_of_several
@@ -32,19 +31,12 @@ _HEADS_FIRST_CAPABILITY: Final = 10
 
 
 class PageSplit(NamedTuple):
-    """The split of an engine's pages by heads, for engines of other tensor-parallel sizes, and by
-    tokens, for those of other block sizes."""
+    """The split of an engine's pages by heads, for engines of other tensor-parallel sizes."""
 
     shards: int
     """Shards of a complete page; 0: engines of one tensor-parallel size share pages as they are."""
     each: int
     """Shards of one worker."""
-    block_tokens: int = 0
-    """Tokens of each object; 0: blocks are not split."""
-
-    def cuts(self, block_tokens: int) -> int:
-        """Return the number of objects in a block of so many tokens."""
-        return block_tokens // self.block_tokens if self.block_tokens else 1
 
     def parts(self, stage: int, place: int) -> list[str]:
         """Return the names of a worker's parts of each block: its shards, or its complete pages.
@@ -62,23 +54,34 @@ class PageSplit(NamedTuple):
 NOT_SPLIT: Final = PageSplit(0, 1)
 
 
-def split_of(
-    shards: int, kv_cache_config: KVCacheConfig, tensor_parallel: int, block_tokens: int = 0
-) -> PageSplit:
-    """Return the split of pages into ``shards`` (``tp_shards``; 0: none), and into objects of
-    ``block_tokens`` (0: none).
+def split_of(shards: int, kv_cache_config: KVCacheConfig, tensor_parallel: int) -> PageSplit:
+    """Return the split of pages into ``shards`` (``tp_shards``; 0: none).
 
     Ranks that hold identical bytes count once: with latent attention all of them do, and nothing
     needs to be split.
 
     Raises:
-        ConfigError: the ranks cannot hold equal numbers of shards, a layer's cache has no heads, or
-            a group's blocks cannot be split.
+        ConfigError: the ranks cannot hold equal numbers of shards, or a layer's cache has no heads.
     """
+    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
+
+    if not shards:
+        return NOT_SPLIT
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group)]
-    return PageSplit(
-        *_shards(shards, specs, kv_cache_config, tensor_parallel), _cut(block_tokens, specs)
-    )
+    for spec in specs:
+        if isinstance(spec, MambaSpec):
+            check_split(spec, shards)
+    if all(isinstance(spec, MLAAttentionSpec) for spec in specs):
+        return PageSplit(1, 1)
+    places = tensor_parallel // max(1, kv_cache_config.kv_tp_replicas)
+    if shards % places:
+        raise ConfigError(
+            f"tp_shards={shards}: {places} ranks with different heads cannot hold equal numbers of "
+            "shards",
+            advice="Choose a number that the tensor-parallel sizes of all engines divide.",
+            key="tp_shards",
+        )
+    return PageSplit(shards, shards // places)
 
 
 def specs_of(group: Any) -> list[Any]:
@@ -106,54 +109,6 @@ def window_of(group: Any) -> int:
     spec = specs_of(group)[0]
     is_window = isinstance(spec, SlidingWindowSpec)
     return spec.sliding_window + spec.extra_retained_tokens if is_window else 0
-
-
-def _cut(block_tokens: int, specs: Sequence[Any]) -> int:
-    """Return ``PageSplit.block_tokens`` for these layers."""
-    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
-
-    sizes = sorted({spec.block_size for spec in specs})
-    if not block_tokens or sizes == [block_tokens]:
-        return 0
-    told = f"block_tokens={block_tokens}: "
-    if any(isinstance(spec, MambaSpec | MLAAttentionSpec) for spec in specs):
-        raise ConfigError(
-            f"{told}states of recurrent layers and blocks of latent attention cannot be cut",
-            advice="Leave block_tokens out: engines of one block size share this model.",
-            key="block_tokens",
-        )
-    if any(size % block_tokens for size in sizes):
-        raise ConfigError(
-            f"{told}blocks of {' and '.join(map(str, sizes))} tokens cannot be cut into such "
-            "objects",
-            advice="Choose a number that divides the block sizes of all engines (--block-size).",
-            key="block_tokens",
-        )
-    return block_tokens
-
-
-def _shards(
-    shards: int, specs: Sequence[Any], kv_cache_config: KVCacheConfig, tensor_parallel: int
-) -> tuple[int, int]:
-    """Return ``PageSplit.shards`` and ``PageSplit.each``."""
-    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
-
-    if not shards:
-        return 0, 1
-    for spec in specs:
-        if isinstance(spec, MambaSpec):
-            check_split(spec, shards)
-    if all(isinstance(spec, MLAAttentionSpec) for spec in specs):
-        return 1, 1
-    places = tensor_parallel // max(1, kv_cache_config.kv_tp_replicas)
-    if shards % places:
-        raise ConfigError(
-            f"tp_shards={shards}: {places} ranks with different heads cannot hold equal numbers of "
-            "shards",
-            advice="Choose a number that the tensor-parallel sizes of all engines divide.",
-            key="tp_shards",
-        )
-    return shards, shards // places
 
 
 def wanted_layout(vllm_config: VllmConfig) -> str | None:

@@ -6,8 +6,7 @@ pages have the same content format (``layout``) can read each other's blocks, wh
 in memory.
 
 Pages can be split by heads into *shards* of equal size. A shard has the bytes of the page of a
-worker with only these heads, so engines of other tensor-parallel sizes can read it. Pages can also
-be split by tokens, for engines of other block sizes (``page_splitting``).
+worker with only these heads, so engines of other tensor-parallel sizes can read it.
 
 This module copies nothing: the client copies between the pages and the pool, on a GPU by its driver
 (``kvstore.device``).
@@ -54,8 +53,7 @@ class Pages(Protocol):
     def blocks(
         self, group: int, block_ids: Sequence[int], after: Mark, each: int = 1
     ) -> Sequence[Payload]:
-        """Return the memory of these blocks, to be read or filled after the event ``after``; of
-        split blocks: of these objects (``Groups.places``).
+        """Return the memory of these blocks, to be read or filled after the event ``after``.
 
         Args:
             each: blocks of one object. Of ``NULL_BLOCK`` among them the memory is a scratch buffer.
@@ -100,16 +98,15 @@ class CacheGeometry(NamedTuple):
 
 def inspect_caches(
     caches: Mapping[str, torch.Tensor], config: KVCacheConfig, shard: int = 0, shards: int = 1,
-    piece: Piece | None = None, layers: Mapping[str, Any] | None = None,
+    layers: Mapping[str, Any] | None = None,
 ) -> CacheGeometry:  # fmt: skip
-    """Locate all pages, or one shard or chunk of each.
+    """Locate all pages, or one shard of each.
 
     Args:
         caches: by layer name: a tensor whose first dimension counts blocks, or equal parts of
             blocks, as some attention kernels want them; its other dimensions are dense. With shards
             the second dimension counts heads.
         shards: number of shards of this worker's pages.
-        piece: returns a chunk of a page, or of a shard; None: pages are not split by tokens.
         layers: vLLM's by name (``static_forward_context``), if states are split, also into one
             shard; None: they are stored as they are.
 
@@ -135,10 +132,6 @@ def inspect_caches(
                 runs, shape = _state(page, shape, found, shards)
             elif shards > 1:
                 runs, shape = _shard(name, cache, page, shape, shard, shards)
-            if piece is not None:
-                runs, shape = piece(name, cache, runs, shape)
-                if not runs:
-                    continue
             address = cache.untyped_storage().data_ptr()
             if address not in storages:
                 storages[address] = len(tensors)
@@ -154,9 +147,6 @@ def inspect_caches(
 
 Shape = tuple[str, tuple[int, ...], tuple[int, ...], int]
 """The dtype of a page, its dimensions and their strides, and the number of its equal parts."""
-
-Piece = Callable[[str, torch.Tensor, list[Page], Shape], tuple[list[Page], Shape]]
-"""Args: a layer's name and cache, the runs of its page, their shape. See ``page_splitting``."""
 
 
 def _shard(

@@ -4,13 +4,10 @@ a draft model are separate parts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
-from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.worker.layout import PageSplit
-from kvstore.connectors.vllm.worker.page_splitting import PageSplitter, SplitPages
-from kvstore.connectors.vllm.worker.pages import CacheGeometry, Pages, inspect_caches, pages_of
+from kvstore.connectors.vllm.worker.pages import Pages, inspect_caches, pages_of
 from kvstore.device.device import Device
 
 if TYPE_CHECKING:
@@ -25,8 +22,7 @@ Caches = Mapping[str, "torch.Tensor"]
 class WorkerParts:
     def __init__(
         self, caches: Caches, names: Sequence[str], vllm_config: VllmConfig,
-        kv_cache_config: KVCacheConfig, groups: Groups, split: PageSplit,
-        device_of: Callable[[str], Device],
+        kv_cache_config: KVCacheConfig, split: PageSplit, device_of: Callable[[str], Device],
     ) -> None:  # fmt: skip
         """
         Args:
@@ -44,7 +40,6 @@ class WorkerParts:
         self._caches = caches
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._groups = groups
         self._split = split
         self._device_of = device_of
         self.of_model = self._part_of(caches)
@@ -73,23 +68,11 @@ class WorkerParts:
     def _part_of(self, caches: Caches) -> dict[str, Pages]:
         if not caches:
             return {}
-        found: list[Pages] = []
-        for shard in range(self._split.each):
-            geometries = [part for part in self._parts_of_blocks(caches, shard) if part.pages]
-            pieces = [pages_of(geometry, self._device_of) for geometry in geometries]
-            found.append(SplitPages(pieces) if len(pieces) > 1 else pieces[0])
-        return dict(zip(self.names, found, strict=True))
-
-    def _parts_of_blocks(self, caches: Caches, shard: int) -> list[CacheGeometry]:
-        """Locate one shard of all pages, once for each chunk of split blocks."""
         config, split = self._kv_cache_config, self._split
         layers = self._vllm_config.compilation_config.static_forward_context
-        if not split.block_tokens:
-            of_states = layers if split.shards else None
-            return [inspect_caches(caches, config, shard, split.each, layers=of_states)]
-        cutter = PageSplitter(split.block_tokens, layers, self._vllm_config.model_config.dtype)
-        count = max(map(self._groups.cuts, self._groups.block_tokens))
-        return [
-            inspect_caches(caches, config, shard, split.each, partial(cutter.chunk, index))
-            for index in range(count)
-        ]
+        of_states = layers if split.shards else None
+        found: list[Pages] = []
+        for shard in range(split.each):
+            geometry = inspect_caches(caches, config, shard, split.each, layers=of_states)
+            found.append(pages_of(geometry, self._device_of))
+        return dict(zip(self.names, found, strict=True))

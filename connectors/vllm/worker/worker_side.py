@@ -375,11 +375,11 @@ class WorkerSide:
         return arrived
 
     def _get_drafts(self, piece: Run, order: _QueuedTransfer, deadline: float) -> None:
-        places, each = self._groups.places(piece), piece.each
+        each = piece.each
         for part, pages in self._drafts_of(piece, order):
             sizes = self._fetch(piece, part, pages, order, deadline) or [None] * len(piece.keys)
             missing = [index for index, size in enumerate(sizes) if size is None]
-            where = [place for index in missing for place in places[index * each :][:each]]
+            where = [place for index in missing for place in piece.block_ids[index * each :][:each]]
             if each > 1:
                 where = [place for place in where if place != NULL_BLOCK]
             if not where:
@@ -399,7 +399,7 @@ class WorkerSide:
         def get() -> list[int | None]:
             return self._client.get_into(
                 piece.keys,
-                pages.blocks(piece.group, self._groups.places(piece), order.after, piece.each),
+                pages.blocks(piece.group, piece.block_ids, order.after, piece.each),
                 namespace=self._namespace(order, piece, part),
                 timeout_ms=left_ms,
             )
@@ -465,8 +465,7 @@ class WorkerSide:
         left_ms = _remaining_ms(deadline)
 
         def put() -> list[PutOutcome]:
-            places = self._groups.places(piece)
-            blocks = pages.blocks(piece.group, places, order.after, piece.each)
+            blocks = pages.blocks(piece.group, piece.block_ids, order.after, piece.each)
             name = self._namespace(order, piece, part)
             if piece.group in self._groups.windows:
                 return self._client.put_many(

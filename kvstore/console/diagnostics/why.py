@@ -50,14 +50,14 @@ class Cause(NamedTuple):
     namespaces: tuple[str, ...] = ()
     """The namespaces that the cause concerns."""
     is_problem: bool = True
-    cuts: tuple[str, ...] = ()
-    """Fields that only split the same bytes differently, and the setting that lets the engines
-    share, a line each."""
+    split: str = ""
+    """A difference that only splits the same bytes differently, and the setting that lets the
+    engines share."""
 
     @property
     def lines(self) -> list[str]:
-        """The differences of two fingerprints: ``fields`` and ``cuts``, for people."""
-        return [*self.fields, *(f"can be reconciled: {cut}" for cut in self.cuts)]
+        """The differences of two fingerprints: ``fields`` and ``split``, for people."""
+        return [*self.fields, *([f"can be reconciled: {self.split}"] if self.split else [])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,13 +382,13 @@ def _nearest(party: EngineGroup, others: Sequence[EngineGroup]) -> EngineGroup |
     if ours is None:
         return None
 
-    def distance(other: EngineGroup) -> tuple[bool, bool, int, int, int]:
+    def distance(other: EngineGroup) -> tuple[bool, bool, int, bool, int]:
         theirs = other.record
         assert theirs is not None
-        must, cuts = compare_descriptions(ours.engine, ours.description, theirs.description)
+        must, split = compare_descriptions(ours.engine, ours.description, theirs.description)
         idle_ms = min((row.idle_ms for row in [*other.writers, *other.readers]), default=1 << 62)
         is_apart = ours.tenant != theirs.tenant, ours.engine != theirs.engine
-        return *is_apart, len(must), len(cuts), idle_ms
+        return *is_apart, len(must), split is not None, idle_ms
 
     same = [
         each
@@ -412,7 +412,7 @@ def _differ(writer: EngineGroup, reader: EngineGroup) -> Cause:
         if getattr(ours, name) != getattr(theirs, name):
             apart = _of_row(f"other_{name}", {"both": f"{writing}, {asking}"})
             return apart._replace(namespaces=spaces)
-    must, cuts = compare_descriptions(ours.engine, ours.description, theirs.description)
+    must, split = compare_descriptions(ours.engine, ours.description, theirs.description)
     must.sort(key=lambda each: each.field != "dtype")
     lines = [
         f"{each.field}: {_value(each.ours)} writes, {_value(each.theirs)} reads"
@@ -422,26 +422,27 @@ def _differ(writer: EngineGroup, reader: EngineGroup) -> Cause:
         lines.append(f"and {len(must) - FIELDS_SHOWN} more fields")
     if must:
         told = "These fields must be equal"
-    elif cuts:
+    elif split:
         told = "They only split the same bytes differently"
     else:
         told = "Only the layout of the cache differs"
     return Cause(
         "other_fingerprint",
         f"{writing}, {asking}: different fingerprints never share blocks. {told}",
-        _remedy(must, cuts),
+        _remedy(must, split),
         tuple(lines),
         spaces,
-        cuts=tuple(cut.text("writes", "reads") for cut in cuts),
+        split=split.text("writes", "reads") if split else "",
     )
 
 
-def _remedy(must: Sequence[Difference], cuts: Sequence[SplitDifference]) -> str:
+def _remedy(must: Sequence[Difference], split: SplitDifference | None) -> str:
     """Return the advice for two fingerprints, without repetitions."""
-    if cuts and not must:
-        settings = " and ".join(cut.setting for cut in cuts)
-        flags = " and ".join(cut.flag for cut in cuts)
-        return f"Set {settings} (kv_connector_extra_config), or start both with the same {flags}."
+    if split and not must:
+        return (
+            f"Set {split.setting} (kv_connector_extra_config), or start both with the same "
+            "--tensor-parallel-size."
+        )
     if must and must[0].field == "dtype":  # weights, cache and layout follow from it
         must = must[:1]
     advice = [

@@ -96,7 +96,7 @@ def test_a_node_that_dies_between_lookup_and_load(
     ("what", "told"),
     [
         ({"dtype": "bfloat16"}, "dtype: 'torch.bfloat16' here, 'torch.float32' there"),
-        ({"block_size": 64}, ': can be reconciled: block size: 64 here, 128 there ("block_tokens"'),
+        ({"block_size": 64}, "must be equal: groups.0.block_tokens: 64 here, 128 there"),
         ({"tensor_parallel_size": 2, "environ": THREADS}, ": can be reconciled: tensor-parallel"),
         ({"environ": {"PYTHONHASHSEED": "7"}}, "must be equal: none_hash"),
     ],

@@ -1,5 +1,5 @@
-"""Engines of other tensor-parallel sizes and of other block sizes, which find each other's blocks
-by objects that both have: shards of heads, and blocks of the smaller size.
+"""Engines of other tensor-parallel sizes, which find each other's blocks by objects that both have:
+shards of heads.
 
 vLLM's attention for CPUs has blocks of 32 tokens and their multiples.
 """
@@ -18,41 +18,32 @@ from tests.e2e.engines.engine import Engine, transfer_config
 from tests.e2e.engines.preloaded import ForkServer
 from tests.support.cluster import Cluster
 
-SMALL, LARGE = 32, 64
-TOKENS = 9 * LARGE + SMALL + 5
-"""Of a prompt that ends in the middle of a large block, after a whole small one."""
+BLOCK = 32
+TOKENS = 19 * BLOCK + 5
+"""Of a prompt that ends after a single block, which is no whole object."""
 
-ENDS, WHOLE = 9 * LARGE + SMALL, 9 * LARGE
+ENDS = 19 * BLOCK
+PARTS = ["p0s0", "p0s1"]
+"""Of each block's objects."""
+
 THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 class Pair(NamedTuple):
     one: Engine
     other: Engine
-    finds: tuple[int, int]
-    """Tokens of a prompt that each finds of what the other has stored."""
-    parts: list[str]
-    """Of each block's objects."""
 
 
-@pytest.fixture(scope="module", params=["ranks", "blocks"])
-def pair(
-    request: pytest.FixtureRequest, preloaded: ForkServer, llama: Path, shared: Cluster
-) -> Iterator[Pair]:
-    """Of one rank and of two, with two blocks in an object; or of small blocks and of large ones,
-    one in an object."""
-    shards: dict[str, Any] = {"tp_shards": 2} if request.param == "ranks" else {}
-    single, cut = shards or {"blocks_per_object": 1}, shards or {"block_tokens": SMALL}
-    more: dict[str, Any] = {"tensor_parallel_size": 2, "environ": THREADS} if shards else {}
-    size = SMALL if shards else LARGE
-    finds = (ENDS, ENDS if shards else WHOLE)
-    parts = ["p0s0", "p0s1"] if shards else ["p0t0"]
-    mine, theirs = (transfer_config(shared.address, **each) for each in (single, cut))
+@pytest.fixture(scope="module")
+def pair(preloaded: ForkServer, llama: Path, shared: Cluster) -> Iterator[Pair]:
+    """Of one rank and of two, with two blocks in an object."""
+    settings = transfer_config(shared.address, tp_shards=2)
+    ranks: dict[str, Any] = {"tensor_parallel_size": 2, "environ": THREADS}
     with (
-        Engine(preloaded, llama, mine, block_size=SMALL) as one,
-        Engine(preloaded, llama, theirs, block_size=size, **more) as other,
+        Engine(preloaded, llama, settings, block_size=BLOCK) as one,
+        Engine(preloaded, llama, settings, block_size=BLOCK, **ranks) as other,
     ):
-        yield Pair(one, other, finds, parts)
+        yield Pair(one, other)
 
 
 @pytest.fixture
@@ -83,14 +74,13 @@ def computed(engine: Engine, seed: int) -> list[int]:
 
 
 def test_each_finds_what_the_other_has_stored(pair: Pair, client: Client) -> None:
-    ways = ((1, pair.one, pair.other, 1), (2, pair.other, pair.one, 0))
-    for seed, writer, reader, which in ways:
+    for seed, writer, reader in ((1, pair.one, pair.other), (2, pair.other, pair.one)):
         [told] = writer.generate([prompt(seed, TOKENS)])
         writer.saved()
         assert told.stored_tokens == ENDS
-        assert [each.rpartition("/")[2] for each in spaces(client)] == pair.parts
+        assert [each.rpartition("/")[2] for each in spaces(client)] == PARTS
         [found] = reader.generate([prompt(seed, TOKENS)], params=told.params)
-        assert found.cached == pair.finds[which]
+        assert found.cached == ENDS
         assert found.tokens == computed(reader, seed)
         assert reader.metrics()["load_failures"] == 0
 
@@ -98,15 +88,13 @@ def test_each_finds_what_the_other_has_stored(pair: Pair, client: Client) -> Non
 def test_a_block_without_one_of_its_objects_is_none_and_is_stored_again(
     pair: Pair, client: Client
 ) -> None:
-    """As when an engine dies between the objects of its fifth large block."""
+    """As when an engine dies between the shards of its fifth object."""
     assert pair.other.reset()
     pair.other.generate([prompt(4, TOKENS)])
     pair.other.saved()
     space = spaces(client)[-1]
     rows = sorted(client.list_objects(namespace=space), key=lambda row: row.depth)
-    each = 1 if len(rows) * SMALL >= WHOLE else 2
-    row = rows[9 // each]
-    before = 9 // each * each * SMALL
+    row, before = rows[4], 4 * 2 * BLOCK
     assert client.remove(row.key, namespace=space)
     assert pair.one.reset()
     [half] = pair.one.generate([prompt(4, TOKENS)], params={"no_store": True})
@@ -114,8 +102,7 @@ def test_a_block_without_one_of_its_objects_is_none_and_is_stored_again(
     [found] = pair.other.generate([prompt(4, TOKENS)])
     pair.other.saved()
     assert client.exists(row.key, namespace=space)
-    assert half.cached == before
-    assert found.cached == (before if len(pair.parts) > 1 else 4 * LARGE)
+    assert half.cached == found.cached == before
     assert half.tokens == found.tokens == computed(pair.other, 4)
     assert pair.one.reset()
     [again] = pair.one.generate([prompt(4, TOKENS)])
@@ -131,7 +118,7 @@ def test_shards_that_do_not_fit_are_refused_by_name(
 
 def test_several_blocks_are_one_object(shared: Cluster, llama: Path, engine: StartEngine) -> None:
     settings = transfer_config(shared.address, blocks_per_object=4)
-    writer, reader = (engine(llama, settings, block_size=SMALL) for _ in range(2))
+    writer, reader = (engine(llama, settings, block_size=BLOCK) for _ in range(2))
     whole = prompt(5, TOKENS)
     [told] = writer.generate([whole])
     writer.saved()
@@ -144,11 +131,11 @@ def test_several_blocks_are_one_object(shared: Cluster, llama: Path, engine: Sta
     assert (found.cached, found.tokens) == (ENDS, right)
     # A part of the first object is here already, and of the last one needed.
     assert reader.reset()
-    reader.generate([whole[: 2 * SMALL + 5]], params={"no_load": True, "no_store": True})
+    reader.generate([whole[: 2 * BLOCK + 5]], params={"no_load": True, "no_store": True})
     [found] = reader.generate([whole])
     assert (found.cached, found.tokens) == (ENDS, right)
     assert reader.reset()
-    shorter = whole[: 8 * SMALL]
+    shorter = whole[: 8 * BLOCK]
     [found] = reader.generate([shorter])
-    assert found.cached == 7 * SMALL
+    assert found.cached == 7 * BLOCK
     assert reader.metrics()["load_failures"] == 0

@@ -219,8 +219,11 @@ ENGINE: dict[str, Any] = {
 """A description of an engine, as the connector for vLLM makes it."""
 
 
-def of_blocks(*sizes: int, kind: str = "FullAttentionSpec") -> dict[str, Any]:
-    groups = [{"kind": kind, "block_tokens": size, "page_bytes": 256 * size} for size in sizes]
+def of_blocks(*sizes: int) -> dict[str, Any]:
+    groups = [
+        {"kind": "FullAttentionSpec", "block_tokens": size, "page_bytes": 256 * size}
+        for size in sizes
+    ]
     return {**ENGINE, "groups": groups}
 
 
@@ -245,24 +248,19 @@ def shards(number: int, **changes: object) -> dict[str, Any]:
 
 def test_another_cut_is_told_from_what_must_be_equal() -> None:
     contrast = fleet_records.compare_descriptions(
-        "vllm", ENGINE, {**of_blocks(32), "dtype": "torch.bfloat16"}
+        "vllm", ENGINE, {**RANKS, "dtype": "torch.bfloat16"}
     )
     assert contrast.text() == (
         "must be equal: dtype: 'torch.float16' here, 'torch.bfloat16' there; can be reconciled: "
-        'block size: 16 here, 32 there ("block_tokens": 16 in the one with blocks of 32 would let '
-        "them share)"
+        'tensor-parallel size: 1 here, 2 there ("tp_shards": 2 in both would let them share, if '
+        "their weights are the same)"
     )
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "setting"),
     [
-        (of_blocks(32), of_blocks(48), '"block_tokens": 16 in both'),
-        (of_blocks(32, 64), of_blocks(32, 32), '"block_tokens": 32 in the one with blocks of 32 a'),
-        (
-            {**ENGINE, "blocks_per_object": 4}, of_blocks(32),
-            '"block_tokens": 16 in the one with blocks of 32, "blocks_per_object": 1 in both',
-        ),
+        ({**ENGINE, "blocks_per_object": 4}, RANKS, '"tp_shards": 2 in both would let them share'),
         (ENGINE, RANKS, '"tp_shards": 2 in both would let them share, if their weights'),
         (shards(2), {**RANKS, "tensor_parallel": 4}, '"tp_shards": 4 in both would let them sha'),
         (shards(4), shards(6), '"tp_shards": 12 in both would let them share)'),
@@ -281,19 +279,17 @@ def test_weights_of_files_are_compared_whatever_the_shards_are() -> None:
         "vllm", shards(2), shards(4, weights="of other files")
     )
     assert [each.field for each in contrast.must] == ["weights"]
-    assert len(contrast.cuts) == 1
+    assert contrast.split is not None
 
 
 @pytest.mark.parametrize(
     ("theirs", "field"),
     [
-        (of_blocks(17), "groups.0.block_tokens"),
+        (of_blocks(32), "groups.0.block_tokens"),
         (of_blocks(16, 32), "groups"),
-        (of_blocks(32, kind="MambaSpec"), "groups.0.block_tokens"),
-        (of_blocks(32, kind="MLAAttentionSpec"), "groups.0.block_tokens"),
+        ({**ENGINE, "blocks_per_object": 4}, "blocks_per_object"),
         ({**ENGINE, "tensor_parallel": "2"}, "tensor_parallel"),
         ({**ENGINE, "tensor_parallel": 1_025}, "tensor_parallel"),
-        ({**ENGINE, "groups": [{"block_tokens": True}]}, "groups.0.block_tokens"),
         ({**ENGINE, "groups": [7]}, "groups.0"),
         ({**ENGINE, "pipeline_parallel": 2}, "pipeline_parallel"),
         ({**ENGINE, "hash_algorithm": "xxhash"}, "hash_algorithm"),
@@ -303,7 +299,7 @@ def test_weights_of_files_are_compared_whatever_the_shards_are() -> None:
 )
 def test_where_no_setting_helps_it_must_be_equal(theirs: dict[str, Any], field: str) -> None:
     contrast = fleet_records.compare_descriptions("vllm", ENGINE, theirs)
-    assert not contrast.cuts
+    assert contrast.split is None
     assert field in [each.field for each in contrast.must]
 
 

@@ -26,10 +26,6 @@ from kvstore.connectors.vllm.scheduler.scheduler_logic import SchedulerLogic
 HASH_TOKENS = 4
 PLAIN = Groups(hash_block_tokens=4, scheduler_block_tokens=4, block_tokens={0: 4})
 HYBRID = Groups(hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 4, 1: 8})
-CUT = Groups(
-    hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 4, 1: 8}, object_tokens=4
-)
-"""As ``HYBRID``, but the larger blocks are two objects each."""
 FOURS = Groups(
     hash_block_tokens=4, scheduler_block_tokens=4, block_tokens={0: 4}, blocks_per_object=4
 )
@@ -180,11 +176,11 @@ class Saving:
     workers_left: int
     stored: bool = True
 
-    def objects(self, groups: Groups) -> Iterator[tuple[int, bytes, int, int]]:
-        """Group, key, block and place of each."""
+    def objects(self) -> Iterator[tuple[int, bytes, int]]:
+        """Group, key and block of each."""
         for run in self.save.runs:
             keys = [key for key in run.keys for _ in range(run.each)]
-            for each in zip(keys, run.block_ids, groups.places(run), strict=True):
+            for each in zip(keys, run.block_ids, strict=True):
                 yield run.group, *each
 
 
@@ -213,7 +209,7 @@ class Engine:
         self.finished: set[str] = set()
         self.saving: dict[int, Saving] = {}
         self.content: dict[tuple[int, int], bytes] = {}
-        """The key of each object that is whole, by its group and place."""
+        """The key of each object that is whole, by its group and block."""
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -243,9 +239,7 @@ class Engine:
                 block = self.pool.take()
                 tables.tables[group].append(block)
                 for each in self.groups.block_tokens:
-                    cuts = self.groups.cuts(each)
-                    for place in range(block * cuts, (block + 1) * cuts):
-                        self.content.pop((each, place), None)
+                    self.content.pop((each, block), None)
         return tables
 
     def load(self, request: Request, computed: int = 0) -> int:
@@ -263,11 +257,10 @@ class Engine:
             return
         for group in self.groups.block_tokens:
             keys = self.groups.keys(group, request.block_hashes)
-            cuts = self.groups.cuts(group)
             for index in range(min(tokens // self.groups.tokens_of(group), len(keys))):
-                block, cut = tables[group][index // cuts], index % cuts
+                block = tables[group][index]
                 if block != NULL_BLOCK:
-                    self.content.setdefault((group, block * cuts + cut), keys[index])
+                    self.content.setdefault((group, block), keys[index])
 
     def move(self, fingerprint: str) -> None:
         """The weights are others from now on."""
@@ -352,8 +345,8 @@ class Engine:
         no block has a key of its own."""
         if self.groups.blocks_per_object > 1:
             return
-        for group, key, _, place in saving.objects(self.groups):
-            assert self.content.get((group, place)) == key
+        for group, key, block in saving.objects():
+            assert self.content.get((group, block)) == key
 
     def check(self) -> None:
         pinned = self.side._pinned.values()
@@ -369,9 +362,9 @@ class Engine:
                 for block_id in table:
                     expected[block_id] += block_id != NULL_BLOCK
         for saving in saves:
-            objects = [(group, place) for group, _, _, place in saving.objects(self.groups)]
+            objects = [(group, block_id) for group, _, block_id in saving.objects()]
             assert len(set(objects)) == len(objects)
-            for block_id in {block_id for _, _, block_id, _ in saving.objects(self.groups)}:
+            for block_id in {block_id for _, block_id in objects}:
                 expected[block_id] += 1
         assert [block.references for block in self.pool.blocks] == expected
         assert self.side.counters.keys() <= COUNTERS.keys()

@@ -305,14 +305,6 @@ def test_with_shards_the_number_of_ranks_does_not_count() -> None:
     assert len({sharded(2, 4), *others}) == 4
 
 
-def test_blocks_that_are_cut_are_those_of_smaller_blocks() -> None:
-    large, small = cache_config(64), cache_config(16)
-    large.kv_cache_groups[0].kv_cache_spec.page_size_bytes = 4 * 1_024
-    described = describe(config(), large, split=PageSplit(0, 1, 16))
-    assert {**described, "none_hash": ""} == {**describe(config(), small), "none_hash": ""}
-    assert describe(config(), large) != described
-
-
 def test_hashes_of_a_size_of_their_own_are_described() -> None:
     assert "hash_tokens" not in describe(config(), cache_config())
     assert describe(config(), cache_config(), hash_tokens=8)["hash_tokens"] == 8

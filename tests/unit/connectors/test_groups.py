@@ -37,46 +37,15 @@ def test_what_is_aligned_ends_where_blocks_of_all_groups_end() -> None:
     assert [HYBRID.aligned(tokens) for tokens in (0, 95, 96, 97, 200)] == [0, 0, 96, 96, 192]
 
 
+def test_hash_blocks_are_usually_as_large_as_all_blocks_allow() -> None:
+    assert HYBRID.usual_hash_tokens == 16
+
+
 def test_blocks_that_are_no_multiple_of_hash_blocks_are_refused() -> None:
     with pytest.raises(AssertionError, match="group 1: 24"):
         Groups(hash_block_tokens=16, scheduler_block_tokens=48, block_tokens={0: 16, 1: 24})
     with pytest.raises(AssertionError, match="group 0: 32"):
         Groups(hash_block_tokens=16, scheduler_block_tokens=48, block_tokens={0: 32})
-
-
-CUT = Groups(
-    hash_block_tokens=16, scheduler_block_tokens=48, block_tokens={0: 16, 1: 48}, object_tokens=16
-)
-
-
-def test_blocks_that_are_cut_are_as_many_objects_with_one_key_each() -> None:
-    assert CUT.keys(1, hashes(4)) == [b"h0", b"h1", b"h2", b"h3"]
-    tables = [[1, 2, 3, 4], [8, 9]]
-    assert runs(CUT, tables, 70, first={0: 4, 1: 1}) == [
-        Run(1, [b"h1", b"h2", b"h3"], [8, 8, 9], 1, b"h0")
-    ], "also of a block that is not full"
-    assert runs(CUT, [[], [NULL_BLOCK, 9]], 96) == [
-        Run(1, [b"h3", b"h4", b"h5"], [9, 9, 9], 3, b"h2")
-    ]
-
-
-def test_objects_are_numbered_by_their_place_in_a_block() -> None:
-    assert CUT.places(Run(1, [b""] * 4, [8, 8, 9, 9], 1, None)) == [25, 26, 27, 28]
-    assert CUT.places(Run(0, [b""] * 2, [8, 5], 1, None)) == [8, 5]
-
-
-def test_hits_end_with_blocks_and_promises_with_objects() -> None:
-    assert (CUT.aligned(95), CUT.complete_blocks(95), HYBRID.complete_blocks(95)) == (48, 80, 0)
-    assert (CUT.shared_tokens, HYBRID.shared_tokens) == (16, 96)
-    assert CUT.usual_hash_tokens == HYBRID.usual_hash_tokens == 16
-
-
-def test_states_are_not_cut() -> None:
-    with pytest.raises(AssertionError, match="states"):
-        Groups(
-            hash_block_tokens=16, scheduler_block_tokens=32, block_tokens={0: 32, 1: 32},
-            recurrent=frozenset({1}), object_tokens=16,
-        )  # fmt: skip
 
 
 @given(

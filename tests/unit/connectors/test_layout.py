@@ -11,7 +11,7 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvstore.connectors.vllm.connector import KVStoreConnector
@@ -139,20 +139,6 @@ def test_ranks_with_the_same_heads_hold_the_same_shards() -> None:
     assert [split.parts(0, rank // 4) for rank in (0, 3, 4, 7)] == [
         ["p0s0"], ["p0s0"], ["p0s1"], ["p0s1"],
     ]  # fmt: skip
-
-
-def test_blocks_are_cut_into_equal_objects() -> None:
-    large = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=8, dtype=torch.float16)
-    split = split_of(2, caches_of(FULL, large), 1, 16)
-    assert split == PageSplit(2, 2, 16)
-    assert [split.cuts(16), split.cuts(64), NOT_SPLIT.cuts(64)] == [1, 4, 1]
-    assert split_of(0, caches_of(FULL), 2, 16) == NOT_SPLIT, "that is what it stores anyway"
-    with pytest.raises(ConfigError, match="block_tokens=24: blocks of 16 and 64 tokens"):
-        split_of(0, caches_of(FULL, large), 1, 24)
-    state = MambaSpec(block_size=64, shapes=((2, 2),), dtypes=(torch.float32,))
-    for kind in (LATENT, state):
-        with pytest.raises(ConfigError, match="block_tokens=8: states"):
-            split_of(0, caches_of(FULL, kind), 1, 8)
 
 
 def test_latent_attention_is_not_split_and_states_cannot_be() -> None:

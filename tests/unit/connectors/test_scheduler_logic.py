@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -24,8 +25,9 @@ from kvstore.connectors.vllm.messages import (
     TransferReport,
 )
 from kvstore.connectors.vllm.scheduler import scheduler_logic
+from kvstore.connectors.vllm.scheduler.scheduler_logic import HashCache
 from kvstore.limits import TTL_MS_MAX
-from tests.unit.connectors.engine import CUT, HYBRID, PLAIN, Engine, Request, saved
+from tests.unit.connectors.engine import HYBRID, PLAIN, Engine, Request, saved
 
 # --- offers ---------------------------------------------------------------------------------------
 
@@ -580,6 +582,21 @@ def test_keys_of_a_request_with_an_adapter_have_it_in_them() -> None:
     assert gone.block_hashes == request.block_hashes[:1]
 
 
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5)), max_size=6))
+def test_keys_follow_a_session_that_replaces_its_last_tokens(inputs: list[tuple[int, int]]) -> None:
+    hashes, known = list[bytes](), HashCache()
+    for number, (dropped, added) in enumerate(inputs):
+        del hashes[max(0, len(hashes) - dropped) :]
+        hashes += [b"%d %d" % (number, index) for index in range(added)]
+        known.keep(hashes)
+        assert len(known.made) == len(known.source)
+        news = hashes[len(known.source) :]
+        known.made += (b"key " + each for each in news)
+        known.source += news
+        assert known.source == hashes
+        assert known.made == [b"key " + each for each in hashes]
+
+
 def test_an_adapter_that_is_not_known_is_neither_loaded_nor_saved() -> None:
     engine = Engine()
     engine.side.salt = lambda request: None
@@ -834,28 +851,6 @@ def test_a_load_is_under_way_until_all_workers_have_reported_it() -> None:
     assert engine.side.loading == set()
 
 
-# --- blocks that are cut --------------------------------------------------------------------------
-
-
-HALVES = Groups(hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 8}, object_tokens=4)
-
-
-def test_half_a_block_is_saved_promised_and_told_but_not_loaded() -> None:
-    engine = Engine(HALVES, events_wanted=True)
-    request = engine.add("r", 22, there=12)
-    assert engine.matched(request) == 8
-    engine.allocate(request, 8)
-    (save,) = engine.step({"r": 22}).saves
-    assert [run.first for run in save.runs] == [3]
-    assert len(save.runs[0].keys) == 2
-    engine.report_all()
-    found, event = engine.side._events.take()
-    assert (found.parent_block_hash, found.token_ids) == (None, request.all_token_ids[:12])
-    assert (event.block_size, len(event.block_hashes)) == (4, 2)
-    assert event.token_ids == request.all_token_ids[12:20]
-    assert engine.finish(request) == {"stored_tokens": 20}
-
-
 class Scheduling(RuleBasedStateMachine):
     """Requests come, run, are preempted, fail and go; workers report when they like."""
 
@@ -881,7 +876,7 @@ class Scheduling(RuleBasedStateMachine):
     )
     def new_request(self, tokens: int, there: int, seed: int, params: dict[str, Any]) -> None:
         self.number += 1
-        there = self.groups.complete_blocks(min(there * 8, tokens))
+        there = self.groups.aligned(min(there * 8, tokens))
         name = f"r{self.number}"
         self.waiting.append(self.engine.add(name, tokens, there=there, seed=seed, **params))
 
@@ -921,8 +916,7 @@ class Scheduling(RuleBasedStateMachine):
                 assert run.first == 0
                 assert run.keys == self.groups.keys(run.group, hashes)[:count]
                 table = self.engine.tables[load.request_id].tables[run.group]
-                cuts = self.groups.cuts(run.group)
-                assert run.block_ids == [block for block in table for _ in range(cuts)]
+                assert run.block_ids == table
 
     @precondition(lambda self: self.engine.saving)
     @rule(which=st.integers(0, 100), workers=st.integers(1, 2), stored=st.booleans())
@@ -1004,10 +998,3 @@ class Scheduling(RuleBasedStateMachine):
 
 
 TestScheduling = Scheduling.TestCase
-
-
-class SchedulingOfCutBlocks(Scheduling):
-    groups = CUT
-
-
-TestSchedulingOfCutBlocks = SchedulingOfCutBlocks.TestCase

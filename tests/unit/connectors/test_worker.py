@@ -333,24 +333,6 @@ def test_a_missing_block_makes_those_after_it_bad(start: Start, store: kvstore.C
     assert stats.data["load_failures"] == 1
 
 
-def test_without_half_of_a_block_the_whole_of_it_is_bad(
-    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut = Groups(
-        hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 8, 1: 8}, object_tokens=4
-    )
-    ours, theirs = Cache(1), Cache(2)
-    assert save(start(ours.pages), run(0, [2, 3, 4, 5]))
-    store.remove(b"k3", namespace=namespace("f", 0, "p0t0"))
-    monkeypatch.setattr(f"{__name__}.GROUPS", cut)
-    report, bad = load(start(theirs.pages), run(0, [5, 5, 6, 6]))
-    assert report == TransferReport(failed_loads={"r": 3 * 4})
-    assert bad == {6}
-    assert [theirs.block(0, 10 + index) == ours.block(0, 2 + index) for index in range(4)] == [
-        True, True, True, False,
-    ], "object i of block b is 2 * b + i"  # fmt: skip
-
-
 def test_the_worst_group_says_how_many_tokens_are_good(start: Start, store: kvstore.Client) -> None:
     cache = Cache(1)
     worker = start(cache.pages)

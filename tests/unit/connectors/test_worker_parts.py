@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.worker import worker_parts as module
 from kvstore.connectors.vllm.worker.layout import NOT_SPLIT, PageSplit
 from kvstore.connectors.vllm.worker.pages import inspect_caches
@@ -16,19 +15,13 @@ from kvstore.connectors.vllm.worker.worker_parts import Caches, WorkerParts
 from kvstore.errors import ConfigError
 from tests.unit.connectors.test_pages import BLOCKS, PAGE, Config, Group, config, layer_by_layer
 
-GROUPS = Groups(hash_block_tokens=4, scheduler_block_tokens=4, block_tokens={0: 4, 1: 4})
-
-
-VLLM: Any = SimpleNamespace(
-    compilation_config=SimpleNamespace(static_forward_context={}),
-    model_config=SimpleNamespace(dtype=None),
-)
+VLLM: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
 
 
 def parts(caches: Caches, *groups: list[str]) -> WorkerParts:
     cached = config(*groups, blocks=BLOCKS)
     device_of: Any = None
-    return WorkerParts(caches, ["p0t0"], VLLM, cached, GROUPS, NOT_SPLIT, device_of)
+    return WorkerParts(caches, ["p0t0"], VLLM, cached, NOT_SPLIT, device_of)
 
 
 def sizes(of: Any) -> dict[int, int]:
@@ -83,29 +76,6 @@ def test_what_cannot_be_taken_apart_stays_together(monkeypatch: pytest.MonkeyPat
     assert (made.draft_layers, made.of_drafts) == (None, {})
 
 
-def test_a_draft_model_may_have_fewer_pieces_of_a_block_than_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def cut(caches: Caches, cached: Any, *_: Any, **__: Any) -> Any:
-        piece = _[2]
-        found = inspect_caches(caches, cached)
-        return (
-            found if piece.args[0] == 0 or "l0" in caches else found._replace(pages={}, storages=[])
-        )
-
-    monkeypatch.setattr(module, "inspect_caches", cut)
-    groups = Groups(
-        hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 8, 1: 4}, object_tokens=4
-    )
-    cached = config(["l0"], ["l1", "l2"], blocks=BLOCKS)
-    nothing: Any = None
-    made = WorkerParts(
-        layer_by_layer(3), ["p0t0"], VLLM, cached, groups, PageSplit(0, 1, 4), nothing
-    )
-    made.divide({"l2"})
-    assert sizes(made.of_drafts) == {1: PAGE}
-
-
 @pytest.mark.parametrize("shards", [1, 2])
 def test_states_that_lie_otherwise_are_refused_on_every_rank_with_shards(shards: int) -> None:
     state = SimpleNamespace(mamba_cache_mode="align", shapes=((3, 8), (2, 2)), dtypes=())
@@ -113,7 +83,5 @@ def test_states_that_lie_otherwise_are_refused_on_every_rank_with_shards(shards:
     made: Any = Config([Group(["s"], state)], BLOCKS)
     nothing: Any = None
     with pytest.raises(ConfigError, match="states of layer s"):
-        WorkerParts(
-            caches, ["p0s0", "p0s1"][:shards], VLLM, made, GROUPS, PageSplit(2, shards), nothing
-        )
-    assert WorkerParts(caches, ["p0t0"], VLLM, made, GROUPS, NOT_SPLIT, nothing).of_model
+        WorkerParts(caches, ["p0s0", "p0s1"][:shards], VLLM, made, PageSplit(2, shards), nothing)
+    assert WorkerParts(caches, ["p0t0"], VLLM, made, NOT_SPLIT, nothing).of_model

@@ -190,7 +190,8 @@ def test_every_row_is_reached() -> None:
 
 
 def test_engines_of_one_model_with_other_fingerprints_are_told_the_fields() -> None:
-    ours, theirs = record("a"), record("b", dtype="float16", groups=[{"block_tokens": 32}])
+    ours = record("a", tensor_parallel=1)
+    theirs = record("b", tensor_parallel=2, dtype="float16")
     found = causes(writes("vllm/a"), asks("vllm/b"), records=[ours, theirs])
     (cause,) = found
     assert cause.code == "other_fingerprint"
@@ -198,9 +199,9 @@ def test_engines_of_one_model_with_other_fingerprints_are_told_the_fields() -> N
     assert "decode reads under vllm bbbbbbbb" in cause.text
     assert cause.text.endswith("These fields must be equal")
     assert cause.fields == ("dtype: bfloat16 writes, float16 reads",)
-    assert cause.cuts == (
-        'block size: 16 writes, 32 reads ("block_tokens": 16 in the one with blocks of 32 would '
-        "let them share)",
+    assert cause.split == (
+        'tensor-parallel size: 1 writes, 2 reads ("tp_shards": 2 in both would let them share, '
+        "if their weights are the same)"
     )
     assert "--dtype" in cause.remedy
     assert cause.namespaces == ("vllm/a", "vllm/b")
@@ -246,15 +247,14 @@ def test_a_model_that_is_only_written_is_told_whatever_others_ask(
 
 
 def test_the_same_bytes_in_another_cut_are_told_with_the_setting() -> None:
-    other = record("b", groups=[{"block_tokens": 32}], tensor_parallel=2)
+    other = record("b", tensor_parallel=2)
     cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a", tensor_parallel=1), other])
     assert cause.text.endswith("They only split the same bytes differently")
     assert not cause.fields
-    assert [cut.partition(":")[0] for cut in cause.cuts] == ["tensor-parallel size", "block size"]
+    assert cause.split.startswith("tensor-parallel size: 1 writes, 2 reads")
     assert cause.remedy == (
-        'Set "tp_shards": 2 in both and "block_tokens": 16 in the one with blocks of 32 '
-        "(kv_connector_extra_config), or start both with the same --tensor-parallel-size and "
-        "--block-size."
+        'Set "tp_shards": 2 in both (kv_connector_extra_config), or start both with the same '
+        "--tensor-parallel-size."
     )
 
 
