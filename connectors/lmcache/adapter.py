@@ -42,7 +42,6 @@ from kvstore.connectors.lmcache.conversions import (
     name_of,
     text_of,
 )
-from kvstore.connectors.lmcache.locks import LookupLocks
 from kvstore.connectors.lmcache.namespaces import ChunkNamespaces
 from kvstore.errors import KVStoreError
 
@@ -90,7 +89,6 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         self._writers = ThreadPoolExecutor(WORKERS, "kvstore-lmcache-put")
         self._readers = ThreadPoolExecutor(WORKERS, "kvstore-lmcache-get")
         self._numbers = itertools.count()
-        self._locks = LookupLocks(self._guard, log)
         self._is_closed = False
         if l1_memory_desc is not None and self._client.config.protocol:
             self._wrap_buffers(l1_memory_desc)
@@ -119,7 +117,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: Mapping[int, MemoryLayoutDesc]
     ) -> int:
-        """Lease the objects found until ``submit_unlock``, for a minute at most."""
+        """Lease the objects found, for the master's ``--lease-ms``."""
         return self._submit(
             self._readers,
             self._lookups,
@@ -131,8 +129,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Release one lock on each object; the last one releases its lease. Makes no call."""
-        self._locks.remove(keys)
+        """Do nothing: a load releases the leases of its objects, and the others end."""
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Load each stored object with the same shapes, dtypes and size. The memory of the others
@@ -145,12 +142,11 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         return self._loads.take(task_id)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Remove the objects that are not locked. LMCache's listeners are notified for all of
-        these, including those that the store had evicted before."""
-        unlocked = [key for key in keys if key not in self._locks]
-        layouts = [self._layouts.get((key.model_name, key.object_group_id)) for key in unlocked]
-        for namespace, indices in self._grouped(unlocked, layouts).items():
-            for some in slices([unlocked[index] for index in indices]):
+        """Remove the objects. LMCache's listeners are notified for all of them, including those
+        that the store had evicted before."""
+        layouts = [self._layouts.get((key.model_name, key.object_group_id)) for key in keys]
+        for namespace, indices in self._grouped(keys, layouts).items():
+            for some in slices([keys[index] for index in indices]):
                 names = [_name(key) for key in some]
                 try:
                     self._guard.run(
@@ -205,7 +201,6 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             "type": type(self).__name__,
             "master": self._client.config.master,
             "namespaces": sorted(self._sizes),
-            "locked_key_count": len(self._locks),
             "bytes_stored": self.get_usage().total_bytes_used,
         }
 
@@ -216,7 +211,6 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         self._is_closed = True
         self._namespaces.stop()
         self._client.close()
-        self._locks.close()
         self._namespaces.join()
         self._writers.shutdown()
         self._readers.shutdown()
@@ -306,19 +300,17 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                     layout = layout_of(tuple(described.shapes), tuple(described.dtypes))
                     self._layouts[place] = layout
             layouts.append(layout)
-        found: list[tuple[str, list[int]]] = []
+        found: list[int] = []
         deadline = GuardedCall(self._guard)
         for namespace, indices in self._grouped(keys, layouts).items():
             names = [_name(keys[index]) for index in indices]
             pairs = zip(indices, deadline.lookup(names, namespace), strict=True)
-            found.append((namespace, [index for index, size in pairs if size is not None]))
+            found += (index for index, size in pairs if size is not None)
         hits = Bitmap(len(keys))
-        for namespace, indices in found:
-            self._locks.add(namespace, [(keys[index], _name(keys[index])) for index in indices])
-            for index in indices:
-                hits.set(index)
-            if indices:
-                self._notify_keys_accessed([keys[index] for index in indices])
+        for index in found:
+            hits.set(index)
+        if found:
+            self._notify_keys_accessed([keys[index] for index in found])
         return hits
 
     def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:

@@ -29,7 +29,6 @@ from lmcache.v1.distributed.config import (
 from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
 
-from kvstore.connectors.lmcache import locks
 from kvstore.errors import ConfigError
 from kvstore.limits import BATCH_KEYS_MAX
 from tests.engines.lmcache.tasks import (
@@ -163,51 +162,6 @@ def test_two_daemons_that_differ_are_told(
     adapter(model_id="others").store([key(1)], [chunk(1)])
     until(lambda: "shares no block with this one" in caplog.text)
     assert f"weights: 'others of {MODEL}' here" in caplog.text
-
-
-# --- locks ---------------------------------------------------------------------------------------
-
-
-def fill(adapter: Adapter, store: Cluster) -> None:
-    """More than the pool, so that everything that can be evicted is."""
-    for start in range(1000, 1000 + 2 * (64 << 20) // CHUNK_BYTES, 64):
-        keys = [key(number) for number in range(start, start + 64)]
-        adapter.store(keys, [chunk(None)] * 64)
-
-
-def test_what_is_locked_can_be_loaded_after_its_lease(
-    adapter: StartAdapter, store: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(locks, "RENEW_S", 0.3)  # the lease is 1 s here
-    first = adapter()
-    first.store([key(1), key(2)], [chunk(1), chunk(2)])
-    assert first.look_up([key(1)]) == [0]
-    time.sleep(1.5)  # longer than a lease: nothing is told of when it ends
-    fill(adapter(), store)
-    memory = chunk(None)
-    assert adapter().look_up([key(2)]) == [], "what is not locked is evicted"
-    assert first.load([key(1)], [memory]) == [0]
-    assert same(memory, chunk(1))
-    first.it.submit_unlock([key(1)])
-    assert first.it.report_status()["locked_key_count"] == 0
-    time.sleep(1.5)
-    fill(adapter(), store)
-    assert adapter().look_up([key(1)]) == []
-
-
-def test_locks_are_counted_and_end_by_themselves(
-    adapter: StartAdapter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(locks, "RENEW_S", 0.1)
-    first = adapter()
-    first.store([key(1)], [chunk(1)])
-    assert first.look_up([key(1)]) == first.look_up([key(1), key(2)]) == [0]
-    first.it.submit_unlock([key(1), key(2)])
-    assert first.it.report_status()["locked_key_count"] == 1
-    first.it.delete([key(1)])
-    assert first.look_up([key(1)]) == [0], "what is locked is not deleted"
-    monkeypatch.setattr(locks, "HELD_S_MAX", 0.2)
-    until(lambda: first.it.report_status()["locked_key_count"] == 0)
 
 
 # --- the rest of the interface -------------------------------------------------------------------
@@ -439,7 +393,5 @@ def test_lmcaches_storage_manager_stores_and_prefetches_through_it(store: Cluste
             assert memories is not None
             assert all(same(memory, chunk(number)) for number, memory in enumerate(memories))
         second.finish_read_prefetched(keys)
-        [(_, adapter)] = second.l2_adapters()
-        until(lambda: adapter.report_status()["locked_key_count"] == 0)
     finally:
         second.close()
