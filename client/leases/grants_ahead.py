@@ -18,8 +18,8 @@ REPEATED_S: Final = 1.0
 """Puts within this time of each other are a series; after it, their allocations are given back."""
 
 SERIES_MIN: Final = 2
-"""So many objects of one size, stored one after the other, announce another one. With one, puts that
-store and that find an object by turns would write all of them."""
+"""So many objects of one size, stored one after the other, announce another one. With one, puts
+that store and that find an object by turns would write all of them."""
 
 SPARE_S: Final = 3.0
 """An allocation is not used any more this long before its deadline."""
