@@ -21,7 +21,6 @@ Examples:
   kvstore doctor                             checks this host, and a configured master
   kvstore doctor --master 10.0.0.7:50001     also checks that master and its nodes
   kvstore doctor --memory 64GiB --json       checks for a planned node of that size
-  kvstore doctor --disk /nvme --disk-size 2TiB     and measures its disk
 
 \b
 Exit codes: 0 no problem, 1 at least one problem.
@@ -42,18 +41,12 @@ IMPORTS_TIMEOUT_S = 60.0
 )
 @config_options(ClientConfig, only=USED, common=USED, helps=CONNECTION)
 @click.option("--memory", metavar="SIZE", help="Size of a planned node; default: configured.")
-@click.option("--disk", metavar="DIRECTORY,...", help="Its disks; default: configured.")
-@click.option("--disk-size", metavar="SIZE", help="Size of its file on each; default: configured.")
 @json_option
 @debug_option
-def doctor(
-    config_path: str | None, memory: str | None, disk: str | None, disk_size: str | None,
-    as_json: bool | None, **given: Any,
-) -> int:  # fmt: skip
+def doctor(config_path: str | None, memory: str | None, as_json: bool | None, **given: Any) -> int:
     client = client_config(given, config_path)
     master = load(MasterConfig, config_path=config_path)
-    planned = {"memory": memory, "disk": disk, "disk_size": disk_size}
-    node = load(NodeConfig, planned, config_path=config_path, origin="{flag}")
+    node = load(NodeConfig, {"memory": memory}, config_path=config_path, origin="{flag}")
     checks = list(_checks(client, master, node, config_path))
     logging.getLogger("kvstore").setLevel(logging.ERROR)  # warnings would repeat the findings
     limit_s = max(3 * client.timeout_ms / 1000, IMPORTS_TIMEOUT_S)
@@ -76,11 +69,6 @@ def _checks(
         ("Python", "software.python", IMPORTS_TIMEOUT_S),
         ("installation", "software.installation"),
         ("entries", "host.entries", node_memory),
-        *(
-            [("disks", "disks.disks", node.disk, node.disk_size, node.disk_writes_per_day)]
-            if node.disk
-            else []
-        ),
         ("NUMA", "host.numa_nodes"),
         ("locked memory", "host.locked_memory", node_memory),
         ("open files", "host.open_files"),
