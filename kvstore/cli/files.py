@@ -1,15 +1,14 @@
-"""Files of ``kvstore put`` and ``kvstore get``: bytes or NumPy arrays."""
+"""Files of ``kvstore put`` and ``kvstore get``."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from kvstore.errors import UnsupportedValueError, ValueTooLargeError
+from kvstore.errors import ValueTooLargeError
 from kvstore.runtime.watched_files import write_file
 
 STREAM_BYTES_MAX: Final = 1 << 30
@@ -42,30 +41,6 @@ def write_output(path: Path, content: memoryview) -> None:
     mask = os.umask(0)
     os.umask(mask)
     write_file(path, content, 0o666 & ~mask)  # the mode of a plain open
-
-
-def array_of(content: bytes, name: str) -> Any:
-    import numpy as np
-
-    try:
-        return np.load(io.BytesIO(content), allow_pickle=False)
-    except ValueError as error:
-        raise UnsupportedValueError(
-            f"{name} is not a NumPy array: {error}", advice="Leave out --npy to store its bytes."
-        ) from error
-
-
-def npy_of(array: Any) -> memoryview:
-    """Return an array as a ``.npy`` file."""
-    import numpy as np
-
-    if array.dtype.isbuiltin == 2:  # ml_dtypes' bfloat16: .npy would store it as two bytes
-        raise UnsupportedValueError(
-            f"NumPy files cannot hold {array.dtype}", advice="Leave out --npy to get its bytes."
-        )
-    file = io.BytesIO()
-    np.save(file, array, allow_pickle=False)
-    return file.getbuffer()
 
 
 def is_text(content: memoryview) -> bool:

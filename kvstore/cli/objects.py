@@ -6,12 +6,12 @@ import itertools
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
 from kvstore.calls import ObjectRow
-from kvstore.cli.files import array_of, is_text, npy_of, read_file, write_output
+from kvstore.cli.files import is_text, read_file, write_output
 from kvstore.cli.invocation import Invocation, client_command
 from kvstore.cli.json_output import plain, print_json
 from kvstore.cli.options import EXIT_NOT_FOUND, Duration, command, confirm, print_not_found
@@ -115,7 +115,6 @@ def content_of(descriptor: bytes) -> dict[str, Any]:
 @click.argument("key")
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
 @click.option("--hex", "as_hex", is_flag=True, help="KEY is hexadecimal.")
-@click.option("--npy", is_flag=True, help="FILE is a NumPy array (.npy): keep dtype and shape.")
 @click.option("--parent", metavar="KEY", help="Key of the object that this one continues.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing object.")
 @click.option(
@@ -129,7 +128,6 @@ def put(
     key: str,
     file: str,
     as_hex: bool,
-    npy: bool,
     parent: str | None,
     overwrite: bool,
     ttl: float | None,
@@ -139,12 +137,10 @@ def put(
     wanted = key_from_text(key, as_hex=as_hex)
     parent_key = key_from_text(parent, as_hex=as_hex) if parent is not None else None
     content = read_file(file)
-    value: Any = array_of(content, file) if npy else content
-    size = value.nbytes if npy else len(content)
     with invocation.client() as client:
         outcome = client.put(
             wanted,
-            value,
+            content,
             namespace=invocation.namespace,
             parent=parent_key,
             replicas=invocation.config.replicas,
@@ -152,18 +148,18 @@ def put(
             ttl=ttl,
         )
     told = {
-        PutOutcome.STORED: f"stored, {size_text(size)}",
+        PutOutcome.STORED: f"stored, {size_text(len(content))}",
         PutOutcome.FOUND: "was there already; its bytes stay, yours were not stored",
         PutOutcome.BEING_WRITTEN: "another client is writing it; yours was not stored",
     }.get(outcome, str(outcome))
     if invocation.as_json:
-        print_json({"key": key_text(wanted), "outcome": str(outcome), "size": size})
+        print_json({"key": key_text(wanted), "outcome": str(outcome), "size": len(content)})
     else:
         click.echo(f"{key_text(wanted)}: {told}")
 
 
 @command(
-    epilog="\b\nExamples:\n  kvstore get greeting\n  kvstore get block-7 --npy -o block.npy",
+    epilog="\b\nExamples:\n  kvstore get greeting\n  kvstore get block-7 -o block",
     help="Fetch one object's bytes.",
 )
 @client_command(namespace="Namespace of the object.")
@@ -176,16 +172,14 @@ def put(
     help="Write to FILE instead of standard output.",
 )
 @click.option("--hex", "as_hex", is_flag=True, help="KEY is hexadecimal.")
-@click.option("--npy", is_flag=True, help="Write a NumPy file, with dtype and shape.")
-def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy: bool) -> int:
+def get(invocation: Invocation, key: str, output: str | None, as_hex: bool) -> int:
     wanted = key_from_text(key, as_hex=as_hex)
     with invocation.client() as client:
         # Bytes require neither torch nor a dtype that NumPy supports.
-        kind: Literal["numpy", "bytes"] = "numpy" if npy else "bytes"
-        value: Any = client.get(wanted, namespace=invocation.namespace, kind=kind)
+        value = client.get(wanted, namespace=invocation.namespace, kind="bytes")
     if value is None:
         return exit_not_found(invocation, [wanted])
-    content = npy_of(value) if npy else memoryview(value)
+    content = memoryview(value)
     to_stdout = output in (None, "-")
     if to_stdout and sys.stdout.isatty() and not is_text(content):
         raise click.UsageError("The value is not text: write it to a file with -o, or pipe it.")

@@ -205,13 +205,9 @@ def test_put_says_what_it_was(kv: KV, store: FakeClient, tmp_path: Path) -> None
     assert "stored" in kv("put", "k", str(tmp_path / "in"), "--overwrite").out
 
 
-def test_arrays_keep_dtype_and_shape(kv: KV, store: FakeClient, tmp_path: Path) -> None:
+def test_the_bytes_of_an_array_are_written(kv: KV, store: FakeClient, tmp_path: Path) -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
-    np.save(tmp_path / "a.npy", array)
-    kv("put", "a", str(tmp_path / "a.npy"), "--npy")
-    assert store.objects[NAMESPACE, b"a"].tolist() == array.tolist()
-    kv("get", "a", "--npy", "-o", str(tmp_path / "b.npy"))
-    np.testing.assert_array_equal(np.load(tmp_path / "b.npy"), array)
+    store.objects[NAMESPACE, b"a"] = array
     kv("get", "a", "-o", str(tmp_path / "raw"))
     assert (tmp_path / "raw").read_bytes() == array.tobytes()
 
