@@ -11,7 +11,6 @@ from typing import Final, Protocol
 from kvstore.errors import ClusterMismatchError, KVStoreError
 from kvstore.limits import EPOCH_AHEAD_MAX, plausible_epoch_max
 from kvstore.master import times
-from kvstore.master.peer_masters import PeerMasters
 from kvstore.master.role import (
     AcquireLease,
     Action,
@@ -60,7 +59,7 @@ class Election:
     """Takes part in the election while ``run`` runs, until ``resign``."""
 
     def __init__(
-        self, etcd: Etcd, address: str, terms: LeadershipListener, peers: PeerMasters, *,
+        self, etcd: Etcd, address: str, terms: LeadershipListener, *,
         cluster: str = "", may_lead: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         """``address``: this master's own. ``cluster``: its name; empty: taken from etcd.
@@ -69,7 +68,6 @@ class Election:
         """Name of the cluster; etcd's once this master campaigns."""
         self.leader_known = asyncio.Event()
         """Set once any leader is known."""
-        self.peers = peers
         self._etcd = etcd
         self._address = address
         self._ttl_s = times.ETCD_LEASE_S
@@ -81,8 +79,8 @@ class Election:
         self._counters = {"elections_won": 0, "leadership_lost": 0, "etcd_failures": 0}
 
     def counters(self) -> dict[str, int]:
-        """Return ``elections_won``, ``leadership_lost``, ``etcd_failures`` and ``lost_masters``."""
-        return {**self._counters, "lost_masters": len(self.peers.lost)}
+        """Return ``elections_won``, ``leadership_lost`` and ``etcd_failures``."""
+        return self._counters
 
     async def run(self) -> None:
         """Take part until cancelled, then call ``resign``. Raise ClusterMismatchError if another

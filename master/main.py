@@ -35,7 +35,6 @@ from kvstore.master.election import Election
 from kvstore.master.ipc_channel import Answers, MasterChannel
 from kvstore.master.lane_server import LaneSettings
 from kvstore.master.open_access import OpenAccess
-from kvstore.master.peer_masters import PeerMasters
 from kvstore.master.request_recorder import RequestRecorder, TraceFile
 from kvstore.master.rpc_servers import ListenAddresses, RpcServers
 from kvstore.master.service import MasterService, Standby, clock_ms
@@ -164,13 +163,10 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
             log.info("master_started epoch=%d version=%s", master.epoch, __version__)
         else:
             address = _advertised(config, endpoints.port, etcd.place)
-            peers = PeerMasters(Etcd(etcd.place), address, master.notices)
             election = Election(
-                etcd, address, master, peers, cluster=config.cluster,
-                may_lead=master.access.may_lead,
-            )  # fmt: skip
+                etcd, address, master, cluster=config.cluster, may_lead=master.access.may_lead
+            )
             master.lead_as(address, election)
-            running.append(start_task("masters", peers.run(), died=broken))
             running.append(
                 start_task("election", election.run(), died=broken, expected=ClusterMismatchError)
             )
@@ -247,7 +243,6 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: EphemeralS
             listener.close()
         if election is not None:
             await election.resign()
-            await election.peers.stop(as_asked=stopped.is_set())
         if etcd is not None:
             await etcd.close()
         await master.stop()
@@ -335,8 +330,6 @@ class _MasterProcess:
         service.leads_until = until
         if self._address:
             service.role, service.address = "leader", self._address
-        if self._election is not None:
-            service.peers = self._election.peers
         service.counters_elsewhere = self._counters
         service.on_superseded = self._supersede_epoch
         service.noticed = self.notices.add

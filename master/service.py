@@ -39,7 +39,6 @@ from kvstore.master.authorizer import Access
 from kvstore.master.capabilities import CapabilityIssuer
 from kvstore.master.connectivity import AGAIN_S, Reach
 from kvstore.master.open_access import OpenAccess
-from kvstore.master.peer_masters import PeerMasters
 from kvstore.master.request_recorder import RequestRecorder
 from kvstore.master.rpc_servers import ListenAddresses
 from kvstore.master.state.effects import (
@@ -161,8 +160,6 @@ class MasterService:
         """``single`` or ``leader``; part of the status."""
         self.address = ""
         """The address that this master advertises; part of the status."""
-        self.peers: PeerMasters | None = None
-        """The other masters of its etcd; part of the status."""
         self.leads_until = math.inf
         """The service may act only before this value of ``uptime()``."""
         self.on_superseded: Callable[[int], None] = lambda epoch: None
@@ -283,10 +280,6 @@ class MasterService:
         if isinstance(answer, calls.ClusterStatus):
             counters = self._counters(answer.counters)
             answer = answer._replace(counters=counters, role=self.role, leader=self.address)
-            if self.peers is not None:
-                answer = answer._replace(
-                    standbys=sorted(self.peers.running), lost_masters=list(self.peers.lost)
-                )
             answer = self._access.visible_status(caller.identity, answer)
         return answer
 

@@ -215,10 +215,6 @@ class ClusterStatus(NamedTuple):
     departed: Sequence[DepartedNode] = ()
     tenants: Sequence[TenantStatus] = ()
     """Empty: no tenants are configured."""
-    standbys: Sequence[str] = ()
-    """Addresses of the other masters that announce themselves in etcd."""
-    lost_masters: Sequence[str] = ()
-    """Addresses of those that ended without stopping and were not replaced."""
 
     @property
     def size(self) -> int:

@@ -140,19 +140,14 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
 
 
 def head_text(found: ClusterStatus, master: str) -> str:
-    """Return the lines about the master and its standbys. ``master``: its requested address."""
+    """Return the line about the master. ``master``: its requested address."""
     who = f"leader {found.leader}" if found.leader else f"master {master}"
     if found.leader and found.leader != master:
         who += f" (found by {master})"
     if found.cluster:
         who = f"cluster {found.cluster}, {who}"
     age = duration_text(found.uptime_ms)
-    lines = [f"{who}, version {found.version}, epoch {found.epoch}, up {age}"]
-    if found.role == "leader":
-        lines.append(f"standbys: {name_text(', '.join(found.standbys)) or 'none'}")
-    if found.lost_masters:
-        lines.append(f"lost masters: {name_text(', '.join(found.lost_masters))}")
-    return "\n".join(lines)
+    return f"{who}, version {found.version}, epoch {found.epoch}, up {age}"
 
 
 def nodes_of(found: ClusterStatus) -> Table | str:

@@ -40,7 +40,6 @@ MASTER: Final = (
     Family("kvstore_master_events_dropped_total", "counter", (), "Events dropped because the HTTP process did not keep up."),
     Family("kvstore_master_elections_won_total", "counter", (), "Terms that this master started after an election."),
     Family("kvstore_master_leadership_lost_total", "counter", (), "Terms that ended because the etcd lease was lost."),
-    Family("kvstore_master_lost_masters", "gauge", (), "Other masters of its etcd that ended without stopping, and were neither started again nor replaced, as far as this master knows."),
     Family("kvstore_master_etcd_failures_total", "counter", (), "Calls to etcd that failed."),
     Family("kvstore_master_log_lines_dropped_total", "counter", (), "Log lines that could not be written: a full disk, or a pipe that is closed or not read. Includes the HTTP process."),
     Family("kvstore_master_log_lines_suppressed_total", "counter", (), "Log lines suppressed by the rate limit. Includes the HTTP process."),

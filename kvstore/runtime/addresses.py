@@ -82,11 +82,6 @@ class EtcdPlace(NamedTuple):
         return f"{self.prefix}/leader".encode()
 
     @property
-    def masters_key(self) -> bytes:
-        """The beginning of the keys of the masters' addresses, each attached to its etcd lease."""
-        return f"{self.prefix}/masters/".encode()
-
-    @property
     def epoch_key(self) -> bytes:
         """The key of the last leader's epoch."""
         return f"{self.prefix}/epoch".encode()

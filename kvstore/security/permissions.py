@@ -213,9 +213,7 @@ def visible_status(who: Identity, status: calls.ClusterStatus) -> calls.ClusterS
     mine = [namespace for namespace in status.namespaces if who.may_read(namespace.name)]
     tenants = [tenant for tenant in status.tenants if _is_of(who, tenant)]
     nodes = [node._replace(stored_bytes=0, read_bytes=0, written_bytes=0) for node in status.nodes]
-    return status._replace(
-        nodes=nodes, namespaces=mine, tenants=tenants, counters=(), departed=(), lost_masters=(),
-    )  # fmt: skip
+    return status._replace(nodes=nodes, namespaces=mine, tenants=tenants, counters=(), departed=())
 
 
 def _is_of(who: Identity, tenant: calls.TenantStatus) -> bool:

@@ -451,8 +451,6 @@ class ClusterStatus(_message.Message):
     NEXT_CURSOR_FIELD_NUMBER: _builtins.int
     DEPARTED_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
-    STANDBYS_FIELD_NUMBER: _builtins.int
-    LOST_MASTERS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     version: _builtins.str
     uptime_ms: _builtins.int
@@ -478,14 +476,6 @@ class ClusterStatus(_message.Message):
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStatus]:
         """Empty: no tenants are configured."""
 
-    @_builtins.property
-    def standbys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Addresses of the other masters that announce themselves in etcd."""
-
-    @_builtins.property
-    def lost_masters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Addresses of those that ended without stopping and were not replaced."""
-
     def __init__(
         self,
         *,
@@ -501,12 +491,10 @@ class ClusterStatus(_message.Message):
         next_cursor: _builtins.int = ...,
         departed: _abc.Iterable[Global___DepartedNode] | None = ...,
         tenants: _abc.Iterable[Global___TenantStatus] | None = ...,
-        standbys: _abc.Iterable[_builtins.str] | None = ...,
-        lost_masters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "counters", b"counters", "departed", b"departed", "epoch", b"epoch", "leader", b"leader", "lost_masters", b"lost_masters", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "nodes", b"nodes", "role", b"role", "standbys", b"standbys", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "counters", b"counters", "departed", b"departed", "epoch", b"epoch", "leader", b"leader", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "nodes", b"nodes", "role", b"role", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,7 +46,6 @@ STATUS = calls.ClusterStatus(
     [calls.NamespaceStatus(N, 2, 4106)], [calls.Counter("puts", 2)],
     departed=[calls.DepartedNode("m", "h", "left", 9, 3, 0, False)],
     tenants=[calls.TenantStatus("t", 9, 5, 20, 3, 0, 2, 1, 4, 6, ["t/*"])],
-    standbys=["s:1"], lost_masters=["l:1"],
 )  # fmt: skip
 SAMPLES: dict[type, tuple[Any, Any]] = {
     type(request): (request, reply)

@@ -286,8 +286,9 @@ def _slow_loop(seen: _Seen) -> Words:
     return {"late_ms": seen.late_us / 1000} if is_late and seen.late_us else None
 
 
-def _gauge(name: str, one: str) -> Callable[[_Seen], Words]:
-    return lambda seen: {"count": _count(seen.counter(name), one)} if seen.counter(name) else None
+def _under_replicated(seen: _Seen) -> Words:
+    found = seen.counter("under_replicated_objects")
+    return {"count": _count(found, "object")} if found else None
 
 
 def _guarantees(seen: _Seen) -> Words:
@@ -309,8 +310,7 @@ OF_NODES: Final[Mapping[str, Callable[[NodeStatus], object]]] = {
 
 OF_STORE: Final[Mapping[str, Callable[[_Seen], Words]]] = {
     "no_node": lambda seen: None if seen.status.nodes else {},
-    "under_replicated": _gauge("under_replicated_objects", "object"),
-    "lost_masters": _gauge("lost_masters", "master"),
+    "under_replicated": _under_replicated,
     "waiting": _waiting,
     "guarantees": _guarantees,
     "pinned": _pinned,

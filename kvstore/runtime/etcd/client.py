@@ -38,7 +38,6 @@ from kvstore.runtime.resolver import NameResolutionError, grpc_target
 log = logging.getLogger("kvstore.master")
 
 EPOCH_DIGITS_MAX: Final = 20
-MASTERS_MAX: Final = 64
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 
@@ -199,24 +198,6 @@ class Etcd:
         if not (await self._call(TXN, transaction, deadline)).succeeded:
             raise NotLeaderError("the lease ended before the epoch was written", leader="")
         return epoch
-
-    # --- the masters' keys --------------------------------------------------------------------
-
-    async def announce(self, address: str, note: str, lease_id: int, deadline: float) -> None:
-        key = self.place.masters_key + address.encode()
-        put = rpc.PutRequest(key=key, value=note.encode(), lease=lease_id)
-        await self._call(TXN, rpc.TxnRequest(success=[rpc.RequestOp(request_put=put)]), deadline)
-
-    async def announced(self, deadline: float) -> dict[str, str]:
-        """Return the notes of ``MASTERS_MAX`` masters at most, by address."""
-        first = self.place.masters_key
-        end = first[:-1] + bytes([first[-1] + 1])
-        request = rpc.RangeRequest(key=first, range_end=end, limit=MASTERS_MAX)
-        rows = (await self._call(RANGE, request, deadline)).kvs
-        decoded = ((row.key[len(first) :], row.value) for row in rows)
-        return {
-            key.decode(errors="replace"): note.decode(errors="replace") for key, note in decoded
-        }
 
     # --- one call, at one member after another ------------------------------------------------
 

@@ -124,7 +124,6 @@ CASES: list[tuple[str, str, str, list[DetectedProblem]]] = [
     ("warning", "KvstoreEvictionAgeLow", "The pool is full",
      store(status(FULL), after(now=YOUNG))),
     ("warning", "KvstoreEventLoopLag", "loop is slow", store(status(node()), after(now=LATE))),
-    ("warning", "KvstoreMasterLost", "1 master ended", store(status(node(), lost_masters=1))),
     ("warning", "KvstoreAuthRejections", "1,020 calls rejected: no identity",
      store(status(node()), after(refused=1020))),
     ("bad", "KvstorePutsRefused", "2 puts found no room in the last 10 min: the master or the "

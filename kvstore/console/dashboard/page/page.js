@@ -248,7 +248,6 @@ function showFleet(models) {
 const CLUSTER_EVENT_TEXTS = {
   leads: (f) => `This master leads, epoch ${f.epoch}`,
   stands_by: (f) => `This master is a standby; leader: ${f.leader}`,
-  master_lost: (f) => `The master at ${f.address} ended without stopping`,
   node_joined: (f) => `Node ${f.node} joined with ${bytes(f.bytes)}`,
   node_resumed: (f) => `Node ${f.node} resumed its stream`,
   node_stream_broken: (f) => `Node ${f.node} is suspect: its stream broke`,
@@ -271,7 +270,7 @@ const CLUSTER_EVENT_TEXTS = {
   guarantees_exceed_pool: (f) => `Guarantees of tenants (${bytes(f.guarantee)}) exceed the memory of the store (${bytes(f.pool)})`,
   epoch_rejected: (f) => `Node ${f.node} reported epoch ${f.epoch}, which was rejected as implausible`,
 };
-const BAD_EVENTS = ["master_lost", "node_dead", "node_stream_broken", "node_unreachable", "node_shm_entry_missing", "corrupt_object", "disk_failed"];
+const BAD_EVENTS = ["node_dead", "node_stream_broken", "node_unreachable", "node_shm_entry_missing", "corrupt_object", "disk_failed"];
 const WARNING_EVENTS = ["node_reported", "disk_copy_corrupt", "puts_expired", "replicas_missing", "guarantees_exceed_pool", "epoch_rejected"];
 
 const amount = (number, one) => `${number.toLocaleString("en")} ${one}${number === 1 ? "" : "s"}`;
