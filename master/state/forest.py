@@ -242,7 +242,6 @@ class Forest:
 
     def mark_complete(self, record: ObjectRecord, size: int) -> None:
         """Record new bytes, which may make descendants reachable."""
-        self.missing.forget(record.namespace, record.key)
         record.checked = 0
         record.size = size
         table = self.namespaces.of(record)
@@ -259,13 +258,12 @@ class Forest:
         if events is not None:
             events.append(stored(record))
 
-    def drop_bytes(self, record: ObjectRecord, end_ms: int = 0) -> bool:
-        """Drop the record's bytes, which detaches its descendants. Return whether that is a break.
-        ``end_ms``: the expiry that it loses; 0: it keeps it or has none."""
+    def drop_bytes(self, record: ObjectRecord) -> bool:
+        """Drop the record's bytes, which detaches its descendants. Return whether it did."""
         breaks = False
         on_disk = bool(self.disks) and self.disks.object_left(record)
         if record.lost:  # its segment's death counted as the break
-            self.missing.on_object_departed(record, end_ms)
+            self.missing.on_object_departed(record)
         elif record.children:
             self.breaks += 1
             breaks = True

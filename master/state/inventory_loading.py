@@ -122,6 +122,7 @@ class InventoryLoader:
             else:
                 record = self._accept_claim(now_ms, inventory, claim)
             if record is None:
+                self._forest.missing.object_claimed(segment)
                 extents = [(segment, claim.offset)]
                 # It may overlap a claimed object. Gaps are zeroed after the last claim.
                 rejected.append(
@@ -234,8 +235,9 @@ class InventoryLoader:
             except InvalidArgumentError:  # they form a cycle
                 self._pool.delete_if_unused(record)
                 return None
-            self._forest.missing.object_claimed(inventory.segment, claim.name)
             self._pool.store(record, [extent], size, version, used_ms, missing_replicas)
+        if known != version:
+            self._forest.missing.object_claimed(inventory.segment)
         if copy is not None and (copy.epoch, copy.counter) != version:
             common.disks.drop(copy)
             common.effects += common.reclaim.clean([stale_extents(copy)])

@@ -213,9 +213,7 @@ class MemoryPool:
     def take_extents(self, record: ObjectRecord, *, replaced: bool = False) -> None:
         """Takes the bytes from a record; its extents stay allocated. ``replaced``: the record gets
         other bytes at once, and keeps its pin and its TTL."""
-        end_ms = 0
         if not replaced:
-            end_ms = self.lifetimes.expiry_of(record)
             self.pins.drop(record)
             self.lifetimes.drop(record)
         if record.more and repair_queue.missing(record):
@@ -223,7 +221,7 @@ class MemoryPool:
         if record.queue:
             self._candidates_of(record).discard(record)
         self.tenants.count_extents(record, record.extents(), -extent_bytes(record.size))
-        if self.forest.drop_bytes(record, end_ms):
+        if self.forest.drop_bytes(record):
             self._jobs.due |= SWEEP
 
     def delete_if_unused(

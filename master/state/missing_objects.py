@@ -1,22 +1,19 @@
 """Counts objects whose last replica departed with its node, until they return or count as lost.
 
-    node departed ──► objects are missing ──► memory returns and has them: not lost
-                                          ├─► put again, removed: not lost
-                                          └─► LOST_AFTER_MS over, inventories complete: lost,
-                                              except expired ones
+    node departed ──► objects are missing ──► memory returns and reports them: not lost
+                                          └─► LOST_AFTER_MS over, inventories complete: lost
 
-Missing objects are tracked by name, so that later changes of their keys do not count as losses.
+They are only counted, so objects that are put again, removed or expired before their memory returns
+remain in the number.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container
-from typing import NamedTuple
 
 from kvstore.calls import DepartedNode
-from kvstore.limits import Key, Namespace
-from kvstore.master.state.records import MountedSegment, Name, ObjectRecord
+from kvstore.master.state.records import MountedSegment, ObjectRecord
 
 LOST_AFTER_MS = 300_000
 """Grace period for departed memory; a process, container or host restart takes less."""
@@ -31,10 +28,6 @@ DEAD_MS = 21_600_000
 NODES_MAX = 64
 """Departed nodes to track; beyond, the missing objects of the oldest count as lost."""
 
-NAMES_MAX = 1 << 17
-"""Missing objects tracked by name, about 300 bytes each. Further ones are only counted, and stay
-missing until their memory returns. Checking all names for a lost node takes 10 ms."""
-
 
 class _DepartedNode:
     def __init__(self, location: str, reason: str, departed_ms: int) -> None:
@@ -44,8 +37,6 @@ class _DepartedNode:
         self.memory: set[bytes] = set()
         self.back: dict[bytes, MountedSegment] = {}
         self.missing = 0
-        self.unnamed = 0
-        """Number of missing objects that are not tracked by name."""
         self.is_quiesced = False
         """Whether its missing objects were counted as lost."""
         self.lost = 0
@@ -62,22 +53,13 @@ class _DepartedNode:
         )
 
 
-class _MissingEntry(NamedTuple):
-    departed: _DepartedNode
-    end_ms: int
-    """Time of expiry; 0: never."""
-
-
 class MissingObjects:
-    """Tracks missing objects; ``lost_objects`` is counted in ``counters``."""
+    """Counts missing objects; ``lost_objects`` is counted in ``counters``."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
         self._departed: dict[str, _DepartedNode] = {}
         self._by_memory: dict[bytes, _DepartedNode] = {}
-        self._named: dict[Namespace, dict[Key, _MissingEntry]] = {}
-        """Missing objects by namespace and key; no empty namespaces."""
-        self._names = 0
 
     @property
     def objects(self) -> int:
@@ -107,8 +89,8 @@ class MissingObjects:
         if departed is not None:
             departed.back[segment.offer.uuid] = segment
 
-    def on_object_departed(self, record: ObjectRecord, end_ms: int) -> None:
-        """Track an object without live replicas. ``end_ms``: its expiry, or 0."""
+    def on_object_departed(self, record: ObjectRecord) -> None:
+        """Count an object without live replicas."""
         assert record.segment is not None
         departed = self._by_memory.get(record.segment.offer.uuid)
         if departed is None or departed.is_quiesced:
@@ -116,46 +98,13 @@ class MissingObjects:
             if departed is not None:
                 departed.lost += 1
             return
-        self.forget(record.namespace, record.key)  # an earlier object of that name
         departed.missing += 1
-        if self._names >= NAMES_MAX:
-            departed.unnamed += 1
-            return
-        self._named.setdefault(record.namespace, {})[record.key] = _MissingEntry(departed, end_ms)
-        self._names += 1
 
-    def object_claimed(self, segment: MountedSegment, name: Name) -> None:
-        """Uncount an unnamed missing object that a returned segment stores again."""
+    def object_claimed(self, segment: MountedSegment) -> None:
+        """Uncount a missing object that a returned segment reports."""
         departed = self._by_memory.get(segment.offer.uuid)
-        if (
-            departed is not None
-            and departed.unnamed
-            and name[1] not in self._named.get(name[0], ())
-        ):
-            departed.unnamed -= 1
+        if departed is not None and departed.missing:
             departed.missing -= 1
-
-    def forget(self, namespace: str, key: Key) -> None:
-        """Stop tracking a key when an object is stored under it, or none is expected."""
-        if not self._names:
-            return
-        named = self._named.get(Namespace(namespace))
-        entry = None if named is None else named.pop(key, None)
-        if named is None or entry is None:
-            return
-        if not named:
-            del self._named[Namespace(namespace)]
-        self._names -= 1
-        entry.departed.missing -= 1
-
-    def clear(self, namespace: str) -> None:
-        """Stop tracking a namespace whose objects were removed; "": all namespaces."""
-        names = [Namespace(namespace)] if namespace else list(self._named)
-        for name in names:
-            named = self._named.pop(name, {})
-            self._names -= len(named)
-            for entry in named.values():
-                entry.departed.missing -= 1
 
     def tick(self, now_ms: int, nodes: Container[str]) -> None:
         """Count overdue objects as lost. ``nodes``: the names of the joined nodes."""
@@ -188,19 +137,9 @@ class MissingObjects:
 
     def _count_as_lost(self, now_ms: int, departed: _DepartedNode) -> None:
         departed.is_quiesced = True
-        if not departed.missing:
-            return
-        lost = departed.missing
-        for namespace, named in list(self._named.items()):
-            keys = [key for key, entry in named.items() if entry.departed is departed]
-            for key in keys:
-                lost -= 0 < named.pop(key).end_ms <= now_ms
-            self._names -= len(keys)
-            if not named:
-                del self._named[namespace]
-        departed.lost += lost
-        self._counters["lost_objects"] += lost
-        departed.missing = departed.unnamed = 0
+        departed.lost += departed.missing
+        self._counters["lost_objects"] += departed.missing
+        departed.missing = 0
 
     def _forget(self, now_ms: int, name: str) -> None:
         departed = self._departed.pop(name, None)

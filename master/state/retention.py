@@ -176,7 +176,6 @@ class RetentionManager:
             if not record.complete:  # its node departed first
                 if record.segment is not None:
                     pool.remove(record, steps_max)
-                common.forest.missing.forget(record.namespace, record.key)
                 continue
             self._granting.end_copies(now_ms, (record.namespace, record.key))
             stale = StaleExtents.of(record, forbid=True)

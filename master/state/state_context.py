@@ -185,10 +185,6 @@ class StateContext:
         """Forbids that a version up to now, except ``but``, returns with the memory of a departed
         node. ``key`` None: of the whole namespace; ``namespace`` "": of all namespaces."""
         self.tombstones.add(namespace, key, self.newest_granted, but=but)
-        if key is None:
-            self.forest.missing.clear(namespace)
-        else:
-            self.forest.missing.forget(namespace, key)
 
     def clear_tombstone(self, record: ObjectRecord, version: Version) -> None:
         """Lets the version that a put has stored return with its node, although the key was removed

@@ -116,11 +116,6 @@ def holes(allocator: Allocator) -> list[tuple[int, int]]:
     return sorted(allocator._start_to_length.items())
 
 
-def _is_missing(it: MissingObjects, record: ObjectRecord) -> bool:
-    """Whether an object of that name counts as missing."""
-    return record.key in it._named.get(record.namespace, ())
-
-
 @check_invariants.register
 def _(it: Allocator) -> None:
     free = holes(it)
@@ -218,7 +213,6 @@ def _(it: Forest, unsettled: Collection[ObjectRecord] = ()) -> None:
             assert table.get(record.key) is record
             kept = record.segment or record.writer or record.children
             assert kept or record in unsettled, "a record without reason"
-            assert not (record.complete and _is_missing(it.missing, record)), "missing, and there"
             if record.parent is not None:
                 assert record.parent.namespace == name
                 assert table.get(record.parent.key) is record.parent, "a lost parent"
@@ -243,17 +237,11 @@ def _(it: Forest, unsettled: Collection[ObjectRecord] = ()) -> None:
 
 @check_invariants.register
 def _(it: MissingObjects) -> None:
-    assert all(it._named.values())
-    entries = [entry for named in it._named.values() for entry in named.values()]
-    assert len(entries) == it._names <= missing_objects.NAMES_MAX
     assert all(gone in it._departed.values() for gone in it._by_memory.values())
     assert len(it._departed) <= missing_objects.NODES_MAX
-    named = Counter([id(entry.departed) for entry in entries])
     for gone in it._departed.values():
-        assert gone.unnamed >= 0
-        assert gone.missing == named.pop(id(gone), 0) + gone.unnamed
+        assert gone.missing >= 0
         assert not (gone.missing and gone.is_quiesced)
-    assert not named, "missing with no node"
 
 
 @check_invariants.register

@@ -99,11 +99,11 @@ CASES: list[tuple[str, str, str, list[DetectedProblem]]] = [
     ("warning", "KvstoreUnderReplicated", "3 objects with fewer replicas",
      store(status(node(), under_replicated_objects=3))),
     ("bad", "KvstoreNodeDead", "Node a (h) died (silent) 12.0 s ago: 7 objects that no other node "
-     "has. They are back once it is started again with the same --name",
+     "had. They are back once it is started again with the same --name",
      store(gone("a", missing=7))),
     ("warning", "KvstoreNodeDead", "Node b (h) left 12.0 s ago: 3 objects",
      store(gone("b", "left", missing=3))),
-    ("bad", "KvstoreNodeDead", "1 object that no other node had did not come back, and are lost.",
+    ("bad", "KvstoreNodeDead", "1 object that no other node had did not come back.",
      store(gone("c", lost=1))),
     ("bad", "KvstoreNodeDead", "Node d (h) died (silent) 12.0 s ago.", store(gone("d"))),
     ("note", "KvstoreNodeDead", "has rejoined and reports its objects: 5 objects remaining.",
