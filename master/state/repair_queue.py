@@ -1,6 +1,6 @@
 """Chooses which objects with too few replicas to copy next, and limits the copies.
 
-After a node died or joined, a pass over all objects queues the hottest by node, in slices; a put
+After a node died or joined, a pass over all objects queues short ones by node, in slices; a put
 that found too few nodes queues its object at once. The reply to the node's heartbeat says
 ``repair``; the node requests the copies (``StartMoves``), makes and ends them (``PutEnd``).
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from heapq import heappop, heappush, heappushpop
 from itertools import islice
 from typing import Final
 
@@ -28,7 +27,7 @@ COPIED: Final = 1
 """The offset that notes a begun copy; no real extent has it."""
 
 QUEUE_MAX: Final = 65_536
-"""Objects in the queue. A later pass finds the others, which were used longer ago."""
+"""Objects in the queue. A later pass finds the others."""
 
 SPARE_SHIFT: Final = 4
 """A copy leaves a 16th of its segment free, so that puts need not wait for an eviction."""
@@ -40,9 +39,7 @@ SCAN_STEPS: Final = 20_000
 """Records that one slice of a pass checks: 2 to 4 ms."""
 
 SHORT_COUNTS_FOR: Final = 16
-"""Steps that a record with missing replicas counts for: putting it into order takes time."""
-
-SORTED_PER_SLICE: Final = 1_000
+"""Steps that a record with missing replicas counts for: queueing it takes time."""
 
 RECORDS_PER_PAUSE_MS: Final = 100
 """After a pass, there is a pause of at least 1 ms for this number of records: passes take a
@@ -121,11 +118,8 @@ class RepairQueue:
         """Copies in progress; ``copied_bytes`` are their payload bytes."""
         self.copied_bytes = 0
         self._queues: dict[str, deque[ObjectRecord]] = {}
-        """Objects by the name of a node that has them; the hottest is the last."""
+        """Objects by the name of a node that has them."""
         self._queued = 0
-        self._heap: list[tuple[int, int, int, ObjectRecord]] = []
-        self._sorted: list[ObjectRecord] = []
-        """The found objects, the coldest first, between the heap and the queues."""
         self._place = 0, 0
         """Shard and position of the next record that the pass looks at."""
         self._looked = 0
@@ -173,8 +167,6 @@ class RepairQueue:
 
         ``nodes``: their number. An object with as many replicas is only counted, until another
         node joins."""
-        if self._place[0] < 0:
-            return self._queue(now_ms)
         first, position = self._place
         steps = 0
         departed_before_ms = now_ms - self.after_ms
@@ -195,8 +187,11 @@ class RepairQueue:
                     self._take(record, desired_replicas(record) - lacks, departed_before_ms, nodes)
             position = 0
         self._looked += steps
-        self._place = -1, 0
-        return False
+        self.scanning = False
+        self._not_before_ms = now_ms + max(PAUSE_MIN_MS, self._looked // RECORDS_PER_PAUSE_MS)
+        if self._ripe_ms is not None and (self.due_ms is None or self._ripe_ms < self.due_ms):
+            self.due_ms = self._ripe_ms
+        return True
 
     def _take(self, record: ObjectRecord, has: int, departed_before_ms: int, nodes: int) -> None:
         if find_repairable_placeholder(record, departed_before_ms) is None:
@@ -204,29 +199,10 @@ class RepairQueue:
             ripe_ms = died_ms + self.after_ms
             self._ripe_ms = ripe_ms if self._ripe_ms is None else min(self._ripe_ms, ripe_ms)
         elif has < nodes:
-            # In a chain that was put at once, the root comes before its descendants.
-            row = record.last_used_ms, -record.depth, -self.found, record
-            if len(self._heap) < QUEUE_MAX:
-                heappush(self._heap, row)
+            if self._queued < QUEUE_MAX:
+                self.enqueue(record)
             else:
-                heappushpop(self._heap, row)
                 self.note_deferred = True
-
-    def _queue(self, now_ms: int) -> bool:
-        heap, rows = self._heap, self._sorted
-        if heap:
-            for _ in range(min(len(heap), SORTED_PER_SLICE)):
-                rows.append(heappop(heap)[3])
-            return False
-        for _ in range(min(len(rows), SORTED_PER_SLICE)):
-            self.enqueue(rows.pop(), hottest=False)
-        if rows:
-            return False
-        self.scanning = False
-        self._not_before_ms = now_ms + max(PAUSE_MIN_MS, self._looked // RECORDS_PER_PAUSE_MS)
-        if self._ripe_ms is not None and (self.due_ms is None or self._ripe_ms < self.due_ms):
-            self.due_ms = self._ripe_ms
-        return True
 
     def is_due(self, now_ms: int) -> bool:
         """Whether a pass is to begin. Postpones it until the pause after the last one is over."""
@@ -250,16 +226,13 @@ class RepairQueue:
         self.note_deferred = False
         self.done = 0
 
-    def enqueue(self, record: ObjectRecord, *, hottest: bool = True) -> None:
+    def enqueue(self, record: ObjectRecord) -> None:
         for segment, _ in record.extents():
             if segment.alive:
                 queue = self._queues.get(segment.node.name)
                 if queue is None:
                     queue = self._queues[segment.node.name] = deque()
-                if hottest:
-                    queue.append(record)
-                else:
-                    queue.appendleft(record)
+                queue.append(record)
                 self._queued += 1
                 return
 
@@ -268,11 +241,11 @@ class RepairQueue:
         return node in self._queues
 
     def next(self, node: str) -> ObjectRecord | None:
-        """Removes the hottest object of this node. It may have changed since it was found."""
+        """Removes the first object of this node. It may have changed since it was found."""
         queue = self._queues.get(node)
         if queue is None:
             return None
-        record = queue.pop()
+        record = queue.popleft()
         self._queued -= 1
         if not queue:
             del self._queues[node]

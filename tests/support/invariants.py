@@ -443,7 +443,6 @@ def _(it: RepairQueue) -> None:
         <= repair_queue.QUEUE_MAX + rules.copies_max
     )
     assert all(it._queues.values())
-    assert len(it._heap) <= repair_queue.QUEUE_MAX
 
 
 @check_invariants.register

@@ -305,7 +305,7 @@ SLICES = [
     (memory_pool, "SETTLE_STEPS"), (operator_queries, "LIST_STEPS_MAX"),
     (operator_queries, "STATUS_ROWS_MAX"), (operator_queries, "TRAFFIC_ROWS_MAX"),
     (chains, "STEPS"), (chains, "LOOKS"), (drain_scan, "STEPS_MAX"), (drain_scan, "LINE_MAX"),
-    (repair_queue, "SCAN_STEPS"), (repair_queue, "SORTED_PER_SLICE"), (leases, "RELEASED_PER_STEP"),
+    (repair_queue, "SCAN_STEPS"), (leases, "RELEASED_PER_STEP"),
 ]  # fmt: skip
 """Made so small that what is there would show."""
 
