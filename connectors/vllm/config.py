@@ -22,8 +22,6 @@ from kvstore.errors import ConfigError
 log = logging.getLogger("vllm.kvstore")
 
 MOONCAKE_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"
-ABORT_VARIABLE: Final = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
-"""Seconds, as in the demos of vLLM's own Mooncake connectors."""
 
 RENAMED: Final = {"save_decode_cache": "save_decode", "store_tp_size": "tp_shards"}
 """Options of vLLM's own Mooncake connectors that have another name here."""
@@ -54,15 +52,12 @@ def read_config(
     mooncake_config.tell_ignored(extra, OF_VLLM, log)
     own = {RENAMED.get(key, key): extra[key] for key in extra if key not in OF_VLLM}
     config = load(ConnectorConfig, own, environ=environ, origin="kv_connector_extra_config")
-    given = config.model_fields_set
-    more: dict[str, Any] = {}
-    if path := environ.get(MOONCAKE_VARIABLE):
-        more |= _from_mooncake(Path(path), given)
-    if seconds := environ.get(ABORT_VARIABLE):
-        more["pin_timeout_ms"] = _milliseconds(seconds)
-    more = {key: value for key, value in more.items() if key not in given}
-    if not more:
+    path = environ.get(MOONCAKE_VARIABLE)
+    if not path:
         return config
+    given = config.model_fields_set
+    values = _from_mooncake(Path(path), given)
+    more = {key: value for key, value in values.items() if key not in given}
     return load(
         ConnectorConfig, {**own, **more}, environ=environ, origin=f"{MOONCAKE_VARIABLE}: {{key}}"
     )
@@ -91,14 +86,3 @@ def _from_mooncake(path: Path, given: Collection[str]) -> dict[str, Any]:
             origin=str(path),
         )
     return values
-
-
-def _milliseconds(seconds: str) -> int:
-    """Return the value in ms, limited to the range of ``pin_timeout_ms``."""
-    try:
-        wanted = min(float(seconds) * 1000, 3_600_000.0)
-        return max(100, int(wanted))
-    except ValueError:
-        raise ConfigError(
-            f"{ABORT_VARIABLE} is {seconds!r}, not a number of seconds", key=ABORT_VARIABLE
-        ) from None

@@ -181,8 +181,7 @@ class ConnectorConfig(StoreSettings):
         default=60_000,
         ge=100,
         le=3_600_000,
-        description="Maximum time that a block may wait to be saved, without other use; "
-        "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (seconds) sets it, too.",
+        description="Maximum time that a block may wait to be saved, without other use.",
     )
     shares_named_media: bool = Field(
         default=False,

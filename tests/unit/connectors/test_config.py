@@ -14,7 +14,6 @@ import vllm
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.common.mooncake_config import MEANT
 from kvstore.connectors.vllm.config import (
-    ABORT_VARIABLE,
     MOONCAKE_VARIABLE,
     OF_VLLM,
     RENAMED,
@@ -249,22 +248,3 @@ def test_an_unreadable_mooncake_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe{}")
     with pytest.raises(ConfigError, match=r"mooncake\.json"):
         read_config({}, {**NO_FILE, MOONCAKE_VARIABLE: str(path)})
-
-
-# --- the abort variable ---------------------------------------------------------------------------
-
-
-def test_the_abort_variable_is_in_seconds() -> None:
-    assert read_config({}, {**NO_FILE, ABORT_VARIABLE: "12.5"}).pin_timeout_ms == 12_500
-    assert read_config({}, {**NO_FILE, ABORT_VARIABLE: "0"}).pin_timeout_ms == 100
-    assert read_config({}, {**NO_FILE, ABORT_VARIABLE: "86400"}).pin_timeout_ms == 3_600_000
-    assert read_config({}, {**NO_FILE, ABORT_VARIABLE: "inf"}).pin_timeout_ms == 3_600_000
-    given = read_config({"pin_timeout_ms": 700}, {**NO_FILE, ABORT_VARIABLE: "12.5"})
-    assert given.pin_timeout_ms == 700
-
-
-@pytest.mark.parametrize("seconds", ["soon", "nan", "1,5"])
-def test_an_abort_variable_that_is_no_time_is_named(seconds: str) -> None:
-    with pytest.raises(ConfigError, match=ABORT_VARIABLE) as raised:
-        read_config({}, {**NO_FILE, ABORT_VARIABLE: seconds})
-    assert MOONCAKE_VARIABLE not in str(raised.value)
