@@ -27,7 +27,7 @@ axe.run(document, wanted).then((judged) => {
 }, (error) => done([`axe-core failed: ${error}`]));
 """
 """All rules that axe-core has on by default, and the size of targets. Where it cannot determine the
-background of a text, it says nothing: ``tests/unit/console/test_colours.py`` knows all pairs."""
+background of a text, it says nothing."""
 
 OURS: Final = r"""
 const all = (selector) => [...document.querySelectorAll(selector)];
