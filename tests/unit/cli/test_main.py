@@ -305,7 +305,7 @@ def test_the_status_names_a_node_that_died_and_puts_that_were_refused(
     monkeypatch.setattr(store, "status", lambda: seen)
     text = kv("status").out
     for part in (
-        "bad: Node host-b (h) died (silent) 9.0 s ago: 7 objects that no other node has.",
+        "bad: Node host-b (h) died (silent) 9.0 s ago: 7 objects that no other node had.",
         "  Start the node again on its host, with the same --name and memory.",
         "warning: 3 puts found no room since the master started, 1 min 5 s ago: every object",
         "warning: 3 pins refused since the master started, 1 min 5 s ago",
