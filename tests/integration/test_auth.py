@@ -198,7 +198,7 @@ def test_who_is_revoked_is_out_within_seconds(cluster: Cluster, identities: Iden
     client = cluster.client(auth=engine(identities), namespace=OURS)
     client.put("k", content("k"))
     tls = Credentials(engine(identities)).client()
-    path = f"/api/v1/stat?{urlencode({'namespace': OURS, 'key': b'k'.hex()})}"
+    path = f"/api/v1/blocks?{urlencode({'namespace': OURS, 'key': b'k'.hex()})}"
     port = cluster.settings["http_port"]
     assert request(port, "GET", path, tls=tls).status == 200
     identities.revoke("engine")

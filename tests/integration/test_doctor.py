@@ -55,7 +55,7 @@ def test_this_host() -> None:
     assert found.code == 0, found.rows
     subjects = {row["subject"] for row in found.rows}
     assert subjects >= {
-        "Python", "packages", "optional", "shared memory", "huge pages", "NUMA", "locked memory",
+        "Python", "packages", "shared memory", "huge pages", "NUMA", "locked memory",
         "open files", "left-overs", "RDMA", "transfer engine", "GPU",
         "ports",
     }  # fmt: skip
