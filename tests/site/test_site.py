@@ -73,7 +73,7 @@ def test_every_page_of_the_site_is_in_the_navigation() -> None:
 def test_the_reference_has_every_flag_error_and_verb(browser: Browser, address: str) -> None:
     for page, words in {
         "docs/settings.html": [each.flag for each in settings(MasterConfig)],
-        "reference/commands.html": ["kvstore drain", "--discard", "--snapshot"],
+        "reference/commands.html": ["kvstore drain", "--discard", "--counters"],
         "reference/client.html": ["put_chain", "match_prefix", "AsyncClient", "PutOutcome"],
         "reference/calls.html": ["PutStart", "Lookup"],
         "docs/errors.html": [code for code in BY_CODE if code != "error"],
