@@ -33,8 +33,7 @@ def put(
     if outcome is None:
         (outcome,) = yield from write(context, item, options)
     if context.ahead is not None:
-        name = options.namespace, item.sizes[0]
-        context.ahead.count(name, outcome, context.clock())
+        context.ahead.count((options.namespace, item.sizes[0]), outcome, context.clock())
     return outcome
 
 

@@ -15,11 +15,11 @@ GRANTS_MAX: Final = 16
 """Allocations that one client holds for as many threads; those of more are given back."""
 
 REPEATED_S: Final = 1.0
-"""Puts within this time of each other are a series; after it, their allocations are given back."""
+"""Maximum time between two puts of a series, after which its allocations are given back."""
 
 SERIES_MIN: Final = 2
-"""So many objects of one size, stored one after the other, announce another one. With one, puts
-that store and that find an object by turns would write all of them."""
+"""Objects of one size stored in a row before another one is expected. With 1, a client that finds
+every other key stored would write all of its values."""
 
 SPARE_S: Final = 3.0
 """An allocation is not used any more this long before its deadline."""

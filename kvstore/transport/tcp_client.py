@@ -366,7 +366,8 @@ class ClientConnection:
         if isinstance(error, TimeoutError) and uptime() >= deadline - LATE_S:
             return deadline_exceeded(segment, quiesced=quiesced)
         if isinstance(error, TlsError) and error.is_plain:
-            return self._protocol_error("does not speak TLS on its data port")
+            advice = "Start it with --data-encryption tls, or correct its address."
+            return self._unreachable("does not speak TLS on its data port", advice)
         if isinstance(error, TlsError):
             return PermissionDeniedError(
                 f"{where} and this client do not accept each other's identity: {error.strerror}",
