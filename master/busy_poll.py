@@ -2,7 +2,7 @@
 
 Between two processes a request and its reply take 42 to 55 us if the receiver sleeps, because
 waking a process on another core takes longer than replying, and 13 to 21 us if it polls. The calls
-of one engine step follow each other closely, so polling for ``busy_poll_us`` after each event
+of one engine step follow each other closely, so polling for ``busy_poll_us`` after each reply
 receives the next one without a wake-up.
 """
 
@@ -23,38 +23,38 @@ SPIN_US = 200
 
 
 class BusyPollSelector(selectors.EpollSelector):
-    """``epoll`` that polls for ``busy_poll_us`` after the last event; 0: never."""
+    """``epoll`` that polls for ``busy_poll_us`` before it sleeps; 0: never."""
 
     def __init__(self, busy_poll_us: int) -> None:
         super().__init__()
         self._spin_s = busy_poll_us / 1e6
         self._gauge = BusyPollGauge()
-        self._awake_until = 0.0
+        self._polls = False
+        """Whether the next wait begins with polling."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        now = time.perf_counter()
-        if self._awake_until > now and (timeout is None or timeout > 0):
+        if self._polls and (timeout is None or timeout > 0):
+            now = time.perf_counter()
             deadline = math.inf if timeout is None else now + timeout
-            end = min(self._awake_until, deadline)  # timers come first
+            end = min(now + self._spin_s, deadline)  # timers come first
             outcome = HIT
             while outcome == HIT:
                 ready = super().select(0)
                 before = time.perf_counter()
                 if ready:
                     self._gauge.record(HIT)
-                    self._awake_until = before + self._spin_s
                     return ready
                 os.sched_yield()  # the replying process may wait for this core
                 now = time.perf_counter()
                 outcome = polling_outcome(before, now, end)
             if end < deadline or outcome == PREEMPTED:
                 self._gauge.record(outcome)
-            self._awake_until = 0.0
+            self._polls = False
             if timeout is not None:
                 timeout = deadline - now
         ready = super().select(timeout)
-        if ready and self._gauge.should_poll():
-            self._awake_until = time.perf_counter() + self._spin_s
+        if ready:
+            self._polls = self._gauge.should_poll()
         return ready
 
 

@@ -42,6 +42,21 @@ def test_timers_alone_make_no_spinning() -> None:
         assert runner.run(scenario()) < 0.05
 
 
+def test_it_spins_however_long_the_work_between_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    yields: list[None] = []
+    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(None))
+    here, there = socket.socketpair()
+    with here, there, BusyPollSelector(5_000) as selector:
+        selector._gauge = BusyPollGauge(is_crowded=lambda: False)
+        selector.register(here, 1)
+        there.send(b"x")
+        assert selector.select(None)
+        here.recv(1)
+        time.sleep(0.01)
+        assert selector.select(0.001) == []
+    assert yields
+
+
 def test_a_lost_time_slice_ends_the_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each yield gives the core to another process for 2 ms."""
     yields: list[float] = []
