@@ -71,10 +71,10 @@ def installation() -> list[Finding]:
         }
     )
     found = [of_row("stranger", stranger=other, python=sys.executable) for other in others]
-    return [*under("distribution", found), _compiled()._replace(subject="compiled parts")]
+    return [*under("distribution", found), compiled_parts()._replace(subject="compiled parts")]
 
 
-def _compiled() -> Finding:
+def compiled_parts() -> Finding:
     if os.environ.get("KVSTORE_NATIVE") == "0":
         return ok("not used, because KVSTORE_NATIVE=0")
     parts = {

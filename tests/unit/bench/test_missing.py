@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from bench import mooncake, redis
 from bench.__main__ import main
+from kvstore import native
 from kvstore.bench.page import in_words, machine
 
 
@@ -50,6 +51,14 @@ def test_without_the_client_of_redis(package: str, monkeypatch: pytest.MonkeyPat
 def test_without_the_server_of_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis, "PROGRAM", "no-such-server")
     assert "apt-get install no-such-server" in (redis.missing() or "")
+
+
+def test_what_is_not_compiled_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "is_compiled", False)
+    monkeypatch.setattr(redis, "missing", lambda: None)
+    result = CliRunner().invoke(main, ["--table", "redis", "--quick"])
+    assert result.exit_code == 1
+    assert "not compiled: the steps of the hot path" in result.output
 
 
 def test_a_system_that_is_not_in_the_table() -> None:
