@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, settings, strategies
 
 from kvstore.config import NATIVE_VARIABLE
 from kvstore.runtime import watched_files
@@ -93,6 +93,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Makes hypothesis' tables of Unicode, 2 s once in a clone, which no case is to pay for.
+    strategies.text().validate()
     root = Path(__file__).parent
     for item in items:
         suite = item.path.relative_to(root).parts[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 from bench import mooncake, redis
 from bench.__main__ import main
+from bench.tables import TABLES
 from kvstore import native
 from kvstore.bench.page import in_words, machine
 
@@ -55,7 +57,7 @@ def test_without_the_server_of_redis(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_compiled_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "is_compiled", False)
-    monkeypatch.setattr(redis, "missing", lambda: None)
+    monkeypatch.setitem(TABLES, "redis", replace(TABLES["redis"], missing=lambda: None))
     result = CliRunner().invoke(main, ["--table", "redis", "--quick"])
     assert result.exit_code == 1
     assert "not compiled: the steps of the hot path" in result.output
