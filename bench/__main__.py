@@ -16,7 +16,8 @@ from kvstore.bench.rows import choose
 from kvstore.console.diagnostics.software import compiled_parts
 
 QUICK_SECONDS = 0.1
-QUICK_PART = 4  # the pools of a quick round are smaller by this factor
+QUICK_PART = 4
+"""The pools of a quick round are smaller by this factor."""
 EXAMPLE = """\b
 Examples:
   python -m bench
@@ -61,14 +62,15 @@ def main(
         raise click.BadParameter(str(error)) from None
     if systems:
         named = [text.strip() for text in systems.split(",")]
-        if (bad := next((text for text in named if text not in table.systems), None)) is not None:
-            raise click.BadParameter(f"{bad!r} is no system of {name}: {', '.join(table.systems)}")
+        if unknown := [text for text in named if text not in table.systems]:
+            have = ", ".join(table.systems)
+            raise click.BadParameter(f"{unknown[0]!r} is no system of {name}: {have}")
         if len(named) < 2:
             raise click.BadParameter("name two systems at least: the first one, and its peers")
         table = replace(table, systems={each: table.systems[each] for each in named})
     if reason := table.missing():
         raise click.ClickException(reason)
-    if (parts := compiled_parts()).state != "ok":  # or KVSTORE_NATIVE=0 says that it is meant
+    if (parts := compiled_parts()).state != "ok":
         raise click.ClickException(f"{parts.found}. {parts.advice}")
     plan = harness.ComparisonPlan(
         rounds=1 if quick else rounds or table.rounds,

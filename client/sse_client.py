@@ -30,9 +30,6 @@ PAUSE_S: Final = 0.5
 
 BLOCK_BYTES_MAX: Final = 1 << 20
 
-_UNAVAILABLE: Final = 503
-_MISDIRECTED: Final = 421
-
 
 class StreamEvent(NamedTuple):
     name: str
@@ -132,13 +129,13 @@ def _read(
         host, port = connection.sock.getpeername()[:2]
         headers = headers | ({"Last-Event-ID": since} if since else {})
         response = _ask(connection, path, headers)
-        if response.status == _MISDIRECTED:
+        if response.status == http.client.MISDIRECTED_REQUEST:
             # The master does not know the name in the ``Host`` header. An address always passes.
             response.read()
             response = _ask(connection, path, headers | {"Host": join_address(host, port)})
         if response.status != http.client.OK:
             text = response.read(1_000).decode(errors="replace").strip()
-            if response.status == _UNAVAILABLE:
+            if response.status == http.client.SERVICE_UNAVAILABLE:
                 raise OSError(text)
             if response.status == http.client.FORBIDDEN:
                 raise PermissionDeniedError(f"{address}: {text}")

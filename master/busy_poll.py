@@ -23,7 +23,7 @@ SPIN_US = 200
 
 
 class BusyPollSelector(selectors.EpollSelector):
-    """``epoll`` that polls for ``busy_poll_us`` before it sleeps; 0: never."""
+    """``epoll`` that polls for ``busy_poll_us`` before it sleeps."""
 
     def __init__(self, busy_poll_us: int) -> None:
         super().__init__()

@@ -75,6 +75,7 @@ def installation() -> list[Finding]:
 
 
 def compiled_parts() -> Finding:
+    """Check that the C parts are compiled, unless ``KVSTORE_NATIVE=0`` says that they are not."""
     if os.environ.get("KVSTORE_NATIVE") == "0":
         return ok("not used, because KVSTORE_NATIVE=0")
     parts = {
